@@ -1,0 +1,28 @@
+"""Layline: an LLM inference engine built around what crosses a line.
+
+Importing this package imports neither torch nor transformers; ``LLM`` and ``SamplingParams``
+are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from layline.engine.llm import LLM
+    from layline.sampling import SamplingParams
+
+__version__ = "0.1.0.dev0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LLM":
+        from layline.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from layline.sampling import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'layline' has no attribute {name!r}")
