@@ -1,0 +1,1 @@
+"""From contracts to operations. Nothing in this package imports torch."""

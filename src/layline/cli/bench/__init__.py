@@ -1,0 +1,1 @@
+"""``layline bench``: measurements, each beside other engines in one interleaved run."""

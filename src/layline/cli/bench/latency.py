@@ -1,0 +1,96 @@
+"""``layline bench latency``: speed of one model, start-up and memory, beside other engines."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from layline.cli.options import DEFAULT_MODEL, MODEL_HELP, ComputeOptions
+from layline.cli.output import note, write_json, write_line
+from layline.cli.session import chosen_model
+from layline.cli.values import choice_list, integer, integer_list
+
+COMPETITORS = ("transformers", "llama.cpp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions:
+    """What to measure."""
+
+    prompt_tokens: Annotated[
+        int,
+        typer.Option(
+            "--prompt-tokens",
+            parser=integer("--prompt-tokens", minimum=1),
+            help="length of the prompt for prefill",
+        ),
+    ] = 512
+    new_tokens: Annotated[
+        int,
+        typer.Option(
+            "--new-tokens",
+            parser=integer("--new-tokens", minimum=1),
+            help="tokens decoded per prompt",
+        ),
+    ] = 64
+    batch: Annotated[
+        str, typer.Option("--batch", help="batch sizes to decode, separated by commas")
+    ] = "1,8"
+    repeats: Annotated[
+        int,
+        typer.Option(
+            "--repeats",
+            parser=integer("--repeats", minimum=1),
+            help="how often; medians are shown with least and greatest",
+        ),
+    ] = 5
+    against: Annotated[
+        str,
+        typer.Option("--against", help="engines to measure in turn: transformers,llama.cpp"),
+    ] = ""
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
+
+
+def latency(
+    options: LatencyOptions,
+    compute: ComputeOptions,
+    argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
+    model: Annotated[str | None, typer.Option("--model", help=MODEL_HELP)] = None,
+) -> None:
+    """Prefill and decode speed, time to the first token from process start, peak memory."""
+    from layline.cli.bench.client import absent
+    from layline.cli.bench.measure import Settings, measure
+    from layline.cli.bench.report import as_data, as_table
+    from layline.weights.cache import find_model
+
+    batches = integer_list("--batch", minimum=1)(options.batch)
+    against = choice_list("--against", COMPETITORS)(options.against)
+    name = chosen_model(argument, model, DEFAULT_MODEL)
+    given = name.startswith("config:") or Path(name).exists()
+    settings = Settings(
+        name=name,
+        path=name if given else str(find_model(name)),
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        batches=batches,
+        repeats=options.repeats,
+        compute=compute.keywords(),
+    )
+    reasons = {engine: absent(engine, settings.path) for engine in against}
+    missing = {engine: why for engine, why in reasons.items() if why is not None}
+    present = ["layline", *(engine for engine in against if engine not in missing)]
+    data = as_data(settings, measure(settings, present, progress), missing)
+    if options.json:
+        write_json(data)
+    else:
+        write_line(as_table(data))
+
+
+def progress(text: str) -> None:
+    """One line a step, on a terminal only: a log has no use for it."""
+    if sys.stderr.isatty():
+        note(text)

@@ -1,0 +1,160 @@
+"""The measurements of ``bench latency``, engine by engine inside every repeat."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from layline.cli.bench.client import Worker, first_output, workers
+from layline.errors import RunError
+
+DECODE_PROMPT_TOKENS = 64
+FIRST_TOKEN_PROMPT = "The capital of France is"
+FIRST_TOKEN_LENGTH = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured; the same for every engine."""
+
+    name: str
+    path: str
+    prompt_tokens: int
+    new_tokens: int
+    batches: tuple[int, ...]
+    repeats: int
+    compute: dict[str, Any]
+
+    @property
+    def load(self) -> dict[str, Any]:
+        """The load request without the model: room for the longest prompt and largest batch."""
+        longest = max(self.prompt_tokens, DECODE_PROMPT_TOKENS)
+        context = longest + self.new_tokens + 8
+        return {"op": "load", **self.compute, "context": context, "batch": max(self.batches)}
+
+    def model_for(self, engine: str) -> str:
+        """Layline knows pulled names; the others get the file."""
+        return self.name if engine == "layline" else self.path
+
+
+@dataclass
+class Samples:
+    """What was measured of one engine: metric name to one value a repeat."""
+
+    version: str = ""
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, metric: str, value: float) -> None:
+        """Record one value."""
+        self.values.setdefault(metric, []).append(value)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Median, least and greatest of every metric."""
+        return {
+            metric: {"median": statistics.median(seen), "min": min(seen), "max": max(seen)}
+            for metric, seen in self.values.items()
+        }
+
+
+def measure(
+    settings: Settings, engines: list[str], progress: Callable[[str], None]
+) -> dict[str, Samples]:
+    """Measure ``engines``. One engine works at a time; they take turns within each repeat.
+
+    Machines drift while a benchmark runs. Turns spread that over the engines evenly, which runs
+    of one engine after the other would not.
+    """
+    samples = {engine: Samples() for engine in engines}
+    for repeat in range(settings.repeats):
+        for engine in engines:
+            progress(f"first token {repeat + 1}/{settings.repeats}: {engine}")
+            seconds, peak = first_token(settings, engine)
+            samples[engine].add("first_token_s", seconds)
+            samples[engine].add("peak_memory_bytes", peak)
+    with workers(engines) as running:
+        vocab_size = start(settings, running, samples, progress)
+        # Every call gets a prompt of its own, so that no engine can reuse cached keys and values.
+        tokens = random.Random(0)
+
+        def prompts(count: int, length: int) -> list[list[int]]:
+            return [[tokens.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+        for repeat in range(settings.repeats + 1):
+            for engine, worker in running.items():
+                shown = f"{repeat}/{settings.repeats}" if repeat else "warm-up"
+                progress(f"speed {shown}: {engine}")
+                # The first round warms caches and is thrown away.
+                into = samples[engine] if repeat else Samples()
+                one_round(settings, worker, prompts, into)
+        for engine, worker in running.items():
+            samples[engine].add("loaded_peak_memory_bytes", worker.ask(op="memory")["peak_bytes"])
+    return samples
+
+
+def start(
+    settings: Settings,
+    running: dict[str, Worker],
+    samples: dict[str, Samples],
+    progress: Callable[[str], None],
+) -> int:
+    """Load the model in every worker. Returns the smallest vocabulary, which all can read."""
+    sizes = []
+    for engine, worker in running.items():
+        progress(f"loading: {engine}")
+        reply = worker.ask(**settings.load, model=settings.model_for(engine))
+        samples[engine].version = reply["version"]
+        sizes.append(int(reply["vocab_size"]))
+    return min(sizes)
+
+
+def one_round(
+    settings: Settings,
+    worker: Worker,
+    prompts: Callable[[int, int], list[list[int]]],
+    into: Samples,
+) -> None:
+    """One prefill and one decode for every batch size.
+
+    Decode is the difference between generating ``new_tokens + 1`` tokens and generating one, so
+    the prefill of both cancels and every engine is measured through its ordinary call.
+    """
+    seconds = worker.generate(prompts(1, settings.prompt_tokens), 1)
+    into.add("prefill_tokens_per_s", settings.prompt_tokens / seconds)
+    for batch in settings.batches:
+        short = worker.generate(prompts(batch, DECODE_PROMPT_TOKENS), 1)
+        long = worker.generate(prompts(batch, DECODE_PROMPT_TOKENS), settings.new_tokens + 1)
+        if long <= short:
+            raise RunError(
+                f"{worker.engine} took {short:.3f} s for 1 token and {long:.3f} s for "
+                f"{settings.new_tokens + 1}; expected more, give --new-tokens a larger value"
+            )
+        into.add(f"decode_tokens_per_s_batch_{batch}", batch * settings.new_tokens / (long - short))
+
+
+def first_token(settings: Settings, engine: str) -> tuple[float, int]:
+    """Seconds from process start to the first token, and the peak memory of that process.
+
+    Layline runs its real command, tokenizer and text output included. The other engines get token
+    ids of the same number in a fresh worker, which is the less work.
+    """
+    if engine == "layline":
+        flags = [
+            part
+            for name, value in settings.compute.items()
+            if value is not None
+            for part in (f"--{name}", str(value))
+        ]
+        command = [sys.executable, "-m", "layline.cli.main", "generate", "--model", settings.name]
+        return first_output([*command, *flags, "--max-tokens", "8", FIRST_TOKEN_PROMPT])
+    begin = time.perf_counter()
+    with Worker(engine) as worker:
+        request = {**settings.load, "batch": 1, "model": settings.model_for(engine)}
+        vocab_size = worker.ask(**request)["vocab_size"]
+        worker.generate([[i % vocab_size for i in range(1, FIRST_TOKEN_LENGTH + 1)]], 1)
+        seconds = time.perf_counter() - begin
+        return seconds, int(worker.ask(op="memory")["peak_bytes"])

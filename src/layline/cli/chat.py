@@ -1,0 +1,199 @@
+"""``layline chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layline.cli import session
+from layline.cli.grammar import closest
+from layline.cli.options import DEFAULT_MODEL, MODEL_HELP, ChatSamplingOptions, RunOptions
+from layline.cli.output import note, write
+from layline.errors import PromptError
+
+if TYPE_CHECKING:
+    from layline.engine.llm import LLM
+
+COMMANDS = {
+    "/help": "this list",
+    "/reset": "forget the conversation, keep the system text",
+    "/system TEXT": "set the system text; without TEXT, remove it",
+    "/exit": "leave (so does Ctrl-D); Ctrl-C stops an answer",
+}
+
+
+def chat(
+    sampling: ChatSamplingOptions,
+    run: RunOptions,
+    argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
+    model: Annotated[str | None, typer.Option("--model", help=MODEL_HELP)] = None,
+) -> None:
+    """Talk with a model. /help lists the commands."""
+    params = sampling.params()
+    name = session.chosen_model(argument, model, DEFAULT_MODEL)
+    llm = session.open_llm(name, run)
+    if llm.tokenizer.chat_template is None:
+        raise PromptError(
+            f"model {name!r} has no chat template; expected one in its tokenizer files, "
+            "or use: layline generate"
+        )
+    Conversation(llm, params).run(name)
+
+
+class Conversation:
+    """The messages so far, and the loop that adds to them."""
+
+    def __init__(self, llm: LLM, params: Any) -> None:
+        self.llm = llm
+        self.params = params
+        self.system: str | None = None
+        self.turns: list[dict[str, str]] = []
+        self.interruption = Interruption()
+
+    def run(self, name: str) -> None:
+        """Read lines until the end of input or /exit."""
+        interactive = sys.stdin.isatty()
+        if interactive:
+            # Line editing and history come with the import, where the platform has them.
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401
+            note(f"{name} · /help for commands")
+        with self.interruption.installed():
+            for line in self.interruption.lines(interactive):
+                if line.startswith("/"):
+                    if not self.command(line.strip()):
+                        return
+                elif line.strip():
+                    self.reply(line)
+
+    def command(self, line: str) -> bool:
+        """Carry out a /command. False means leave."""
+        word, _, rest = line.partition(" ")
+        if word == "/exit":
+            return False
+        if word == "/reset":
+            self.turns.clear()
+            note("[conversation cleared]")
+        elif word == "/system":
+            self.system = rest.strip() or None
+            note("[system text set]" if self.system else "[system text removed]")
+        elif word == "/help":
+            for name, meaning in COMMANDS.items():
+                note(f"{name:<13} {meaning}")
+        else:
+            known = [name.split()[0] for name in COMMANDS]
+            note(f"unknown command {word!r}; expected {', '.join(known)}{closest(word, known)}")
+        return True
+
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation as the chat template gets it."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.turns]
+
+    def reply(self, line: str) -> None:
+        """Answer ``line``. What was printed before Ctrl-C stays part of the conversation."""
+        self.turns.append({"role": "user", "content": line})
+        try:
+            text, end = self.stream_answer()
+        except PromptError as error:
+            # The message was never answered, and leaving it in would refuse every later one too.
+            self.turns.pop()
+            note(f"layline: {' '.join(str(error).split())}; /reset clears the conversation")
+            return
+        self.turns.append({"role": "assistant", "content": text})
+        if not text.endswith("\n"):
+            write("\n")
+        if end == "stopped":
+            note("[stopped]")
+        elif end == "length":
+            note("[cut off: the token limit of --max-tokens or the context was reached]")
+
+    def stream_answer(self) -> tuple[str, str | None]:
+        """Print the answer as it comes. Returns its text and the finish reason or "stopped"."""
+        pieces: list[str] = []
+        end: str | None = None
+        with self.interruption.during("answering"):
+            chunks = self.llm.stream_chat(self.messages(), self.params)
+            try:
+                for chunk in chunks:
+                    pieces.append(chunk.text)
+                    write(chunk.text)
+                    end = chunk.finish_reason or end
+                    if self.interruption.asked:
+                        break
+            except KeyboardInterrupt:
+                end = None
+            finally:
+                close_stream(chunks)
+            if self.interruption.asked and end is None:
+                end = "stopped"
+        return "".join(pieces), end
+
+
+def close_stream(chunks: Iterator[Any]) -> None:
+    """End a stream early, which frees what its request holds in the engine."""
+    close = getattr(chunks, "close", None)
+    if close is not None:
+        close()
+
+
+class Interruption:
+    """What Ctrl-C means, which depends on what the conversation is doing.
+
+    While an answer is made, the first one only sets a flag, so that no step of the engine is cut
+    in half; the second raises KeyboardInterrupt, for a first token that takes too long. While a
+    line is read it raises at once. Between the two it does nothing: it came too late to stop
+    anything, and must not end the session.
+    """
+
+    def __init__(self) -> None:
+        self.state = "idle"
+        self.asked = False
+
+    @contextlib.contextmanager
+    def during(self, state: str) -> Iterator[None]:
+        """Mark the block as "answering" or "reading"."""
+        self.asked = False
+        self.state = state
+        try:
+            yield
+        finally:
+            self.state = "idle"
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle SIGINT here for the length of the block."""
+        previous = signal.signal(signal.SIGINT, self.handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def handle(self, *_: object) -> None:
+        """The signal handler."""
+        if self.state == "reading" or (self.state == "answering" and self.asked):
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def lines(self, interactive: bool) -> Iterator[str]:
+        """Lines of stdin. Ctrl-C at the prompt drops the line, Ctrl-D ends the conversation."""
+        while True:
+            try:
+                with self.during("reading"):
+                    line = input("> ") + "\n" if interactive else sys.stdin.readline()
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                note("\n[/exit or Ctrl-D leaves]")
+                continue
+            except EOFError:
+                note("")
+                return
+            if not line:
+                return
+            yield line.rstrip("\n")

@@ -1,0 +1,127 @@
+"""``layline generate``: one prompt, one answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layline.cli import session
+from layline.cli.memory import peak_bytes
+from layline.cli.options import DEFAULT_MODEL, MODEL_HELP, RunOptions, SamplingOptions
+from layline.cli.output import note, size_text, write, write_json
+from layline.errors import PromptError, RunError
+
+if TYPE_CHECKING:
+    from layline.engine.llm import LLM, GenerationOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What ``generate`` prints, and where."""
+
+    model: Annotated[str, typer.Option("--model", help=MODEL_HELP)] = DEFAULT_MODEL
+    chat: Annotated[
+        bool, typer.Option("--chat", help="treat PROMPT as a user's message in the chat template")
+    ] = False
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", help="print text as it is generated")
+    ] = True
+    json: Annotated[
+        bool, typer.Option("--json", help="print one JSON object instead of the text")
+    ] = False
+    stats: Annotated[
+        bool, typer.Option("--stats", help="print speed and peak memory on stderr")
+    ] = False
+
+
+def generate(
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="the text to continue; - reads it from stdin")
+    ],
+    output: OutputOptions,
+    sampling: SamplingOptions,
+    run: RunOptions,
+) -> None:
+    """Generate text after PROMPT. Greedy unless --temperature says otherwise."""
+    text = prompt_text(prompt)
+    params = sampling.params()
+    llm = session.open_llm(output.model, run)
+    chunks = answer(llm, text, params, chat=output.chat)
+    result = finish(chunks, show=output.stream and not output.json)
+    if output.json:
+        write_json(as_json(result))
+    elif not output.stream:
+        write(result.text + "\n")
+    if output.stats:
+        note(stats_line(result))
+
+
+def prompt_text(prompt: str) -> str:
+    """The prompt itself, or stdin for ``-``. Raises PromptError when it is not UTF-8."""
+    if prompt == "-":
+        data = sys.stdin.buffer.read()
+        # Shells and editors end a file with a newline that nobody meant as part of the prompt.
+        data = data.removesuffix(b"\n")
+    else:
+        data = prompt.encode("utf-8", errors="surrogateescape")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"PROMPT has byte 0x{data[error.start]:02x} at position {error.start}; "
+            "expected UTF-8 text"
+        ) from None
+
+
+def answer(llm: LLM, text: str, params: Any, *, chat: bool) -> Iterator[Any]:
+    """The stream of chunks that answers ``text``."""
+    if chat:
+        return llm.stream_chat([{"role": "user", "content": text}], params)
+    return llm.stream(text, params)
+
+
+def finish(chunks: Iterator[Any], *, show: bool) -> GenerationOutput:
+    """Run the stream to its end, printing text when ``show``. Returns the whole output."""
+    result: GenerationOutput | None = None
+    last = ""
+    for chunk in chunks:
+        if show and chunk.text:
+            write(chunk.text)
+            last = chunk.text
+        if chunk.output is not None:
+            result = chunk.output
+    if result is None:
+        raise RunError("the engine ended the stream without a result; expected a last chunk")
+    if show and not last.endswith("\n"):
+        write("\n")
+    return result
+
+
+def as_json(result: GenerationOutput) -> dict[str, Any]:
+    """The JSON form: names as in ``GenerationOutput``."""
+    usage = result.usage
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "prompt_token_ids": list(result.prompt_token_ids),
+        "finish_reason": result.finish_reason,
+        "usage": {
+            name: getattr(usage, name)
+            for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+        },
+    }
+
+
+def stats_line(result: GenerationOutput) -> str:
+    """Speed and memory of one answer in a line."""
+    usage, timing = result.usage, result.timing
+    decoded = usage.completion_tokens - 1
+    parts = [f"{usage.prompt_tokens} prompt tokens, first token after {timing.ttft_s:.2f} s"]
+    if decoded > 0 and timing.decode_s > 0:
+        parts.append(f"{usage.completion_tokens} tokens, {decoded / timing.decode_s:.1f} tokens/s")
+    parts.append(f"peak memory {size_text(peak_bytes())}")
+    return " · ".join(parts)

@@ -1,0 +1,114 @@
+"""The ``layline`` command: builds the parser, runs one command, turns failures into exit codes.
+
+Exit status: 0 done, 1 a check failed, 2 bad usage or input, 3 the run failed, 130 interrupted,
+141 the reader of our output went away.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from layline.cli import chat, doctor, generate, pull
+from layline.cli.bench import latency
+from layline.cli.failures import write_traceback
+from layline.cli.grammar import CommandGroup, OneLineCommand, grouped, usage_message
+from layline.cli.output import OutputClosedError, abandon_stdout, lenient_streams, note
+from layline.errors import LaylineError
+
+INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status. Never raises for a user's mistake."""
+    lenient_streams()
+    try:
+        result = build()(
+            args=None if arguments is None else list(arguments),
+            prog_name="layline",
+            standalone_mode=False,
+        )
+        sys.stdout.flush()
+    except LaylineError as error:
+        return fail(str(error), error.exit_status)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except (OutputClosedError, BrokenPipeError, SystemExit):
+        # SystemExit is typer's answer to a broken pipe while it prints help.
+        abandon_stdout()
+        return OUTPUT_CLOSED
+    except Exception as error:
+        message = usage_message(error)
+        if message is not None:
+            return fail(message, 2)
+        return fail(
+            f"internal error: {type(error).__name__}: {error}; traceback in {write_traceback()}", 3
+        )
+    return result if isinstance(result, int) else 0
+
+
+def fail(message: str, status: int) -> int:
+    """Print ``message`` as one line on stderr and return ``status``."""
+    try:
+        note(f"layline: {' '.join(message.split())}")
+    except OutputClosedError:
+        return status
+    return status
+
+
+def build() -> typer.Typer:
+    """The parser with every command."""
+    app = typer.Typer(
+        cls=CommandGroup,
+        help="An LLM inference engine built around what crosses a line.",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(root)
+    for name, function in (
+        ("pull", pull.pull),
+        ("generate", generate.generate),
+        ("chat", chat.chat),
+        ("doctor", doctor.doctor),
+    ):
+        app.command(name, cls=OneLineCommand)(grouped(function))
+    bench = typer.Typer(
+        cls=CommandGroup, help="Measure, beside other engines.", rich_markup_mode=None
+    )
+    bench.callback()(bench_root)
+    bench.command("latency", cls=OneLineCommand)(grouped(latency.latency))
+    app.add_typer(bench, name="bench")
+    return app
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and stop, when ``--version`` was given."""
+    if wanted:
+        from layline import __version__
+        from layline.cli.output import write_line
+
+        write_line(f"layline {__version__}")
+        raise typer.Exit
+
+
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """An LLM inference engine built around what crosses a line."""
+
+
+def bench_root() -> None:
+    """Measure, beside other engines in the same run."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""Opening a model for a command."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from layline.cli.options import RunOptions
+from layline.errors import UsageError
+
+if TYPE_CHECKING:
+    from layline.engine.llm import LLM
+
+
+def open_llm(model: str, run: RunOptions) -> LLM:
+    """Load ``model`` as the flags say. Raises LaylineError. The only place a command does so."""
+    from layline.engine.llm import LLM
+
+    return LLM(model=model, **run.keywords())
+
+
+def chosen_model(argument: str | None, option: str | None, default: str) -> str:
+    """The model from ``MODEL`` or ``--model``. Raises UsageError when they disagree."""
+    if argument is not None and option is not None and argument != option:
+        raise UsageError(
+            f"MODEL {argument!r} and --model {option!r} disagree; give one of them, "
+            f"such as --model {option!r}"
+        )
+    return argument or option or default

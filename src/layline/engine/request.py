@@ -1,0 +1,87 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from time import perf_counter
+
+from layline.layers.sampling_state import RowState
+from layline.sampling import SamplingParams, TokenLogprobs
+from layline.text.detokenize import IncrementalDecoder
+from layline.text.stop import StopMatcher
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True)
+class Request:
+    """A prompt, how to continue it, and what has come of it.
+
+    ``num_computed`` counts tokens whose keys and values are in the cache; ``most_tokens`` is the
+    largest number of tokens the request may generate in its context.
+    """
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    row: RowState
+    decoder: IncrementalDecoder
+    stops: StopMatcher
+    end_ids: frozenset[int]
+    most_tokens: int
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    arrived: float = field(default_factory=perf_counter)
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    @property
+    def most_length(self) -> int:
+        """The longest the sequence can become, prompt and output."""
+        return len(self.prompt_ids) + self.most_tokens
+
+    @property
+    def is_prefilled(self) -> bool:
+        """True when every prompt token is in the cache."""
+        return self.num_computed >= len(self.prompt_ids)
+
+    def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
+        """Take one generated token; returns the text that it makes safe to show."""
+        self.last_token = perf_counter()
+        if not self.output_ids:
+            self.first_token = self.last_token
+        self.output_ids.append(token_id)
+        self.row.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if token_id in self.end_ids:
+            self.finish_reason = FinishReason.STOP
+            released = self.decoder.finish()
+        else:
+            released = self.decoder.add(token_id)
+            if len(self.output_ids) >= self.most_tokens:
+                self.finish_reason = FinishReason.LENGTH
+                released += self.decoder.finish()
+        return self._release(released)
+
+    def _release(self, text: str) -> str:
+        # Stop strings, like end ids, wait for min_tokens.
+        if len(self.output_ids) > self.params.min_tokens or self.params.min_tokens == 0:
+            text, matched = self.stops.feed(text)
+            if matched is not None:
+                self.finish_reason = FinishReason.STOP
+            elif self.finish_reason is not None:
+                text += self.stops.flush()
+        self.text += text
+        return text

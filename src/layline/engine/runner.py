@@ -1,0 +1,69 @@
+"""Run one step's model pass: build the batch, walk the layers, score the rows that sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from layline.engine.scheduler import StepPlan
+from layline.layers.attention import AttentionBackend, slot_numbers
+from layline.layers.forward_batch import ForwardBatch
+from layline.models.decoder import Decoder
+
+
+class Runner:
+    """Executes step plans on one device."""
+
+    def __init__(
+        self, model: Decoder, backend: AttentionBackend, block_size: int, device: torch.device
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._block_size = block_size
+        self._device = device
+        self._windows = frozenset(model.config.windows)
+
+    def run(self, plan: StepPlan) -> torch.Tensor:
+        """Logits [sampling rows, vocabulary] in the order of the plan's sampling entries."""
+        hidden = self._model.forward(self._ids(plan), self._batch(plan))
+        rows = sampling_rows(plan)
+        if len(rows) != hidden.shape[0]:
+            hidden = hidden.index_select(0, torch.tensor(rows, device=self._device))
+        return self._model.logits(hidden)
+
+    def hidden_states(self, plan: StepPlan) -> torch.Tensor:
+        """Normalised hidden states of every row, [tokens, hidden]."""
+        return self._model.forward(self._ids(plan), self._batch(plan))
+
+    def _ids(self, plan: StepPlan) -> torch.Tensor:
+        return torch.tensor(plan.token_ids, dtype=torch.int64, device=self._device)
+
+    def _batch(self, plan: StepPlan) -> ForwardBatch:
+        spans = [entry.span for entry in plan.entries]
+        positions = np.concatenate([np.arange(span.start, span.length) for span in spans])
+        slots = np.concatenate(
+            [slot_numbers(span, span.start, span.length, self._block_size) for span in spans]
+        )
+        lengths = None
+        if self._model.rotary.is_dynamic:
+            counts = [span.count for span in spans]
+            lengths = torch.from_numpy(np.repeat([span.rope_length for span in spans], counts))
+            lengths = lengths.to(self._device)
+        cos, sin = self._model.rotary(torch.from_numpy(positions).to(self._device), lengths)
+        return ForwardBatch(
+            phase=plan.phase,
+            rope_cos=cos,
+            rope_sin=sin,
+            slots=torch.from_numpy(slots).to(self._device),
+            attention=self._backend.plan(plan.phase, spans, self._windows),
+        )
+
+
+def sampling_rows(plan: StepPlan) -> list[int]:
+    """The last row of every entry that samples in this step."""
+    rows, row = [], -1
+    for entry in plan.entries:
+        row += entry.span.count
+        if entry.samples:
+            rows.append(row)
+    return rows

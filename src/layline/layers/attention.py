@@ -1,0 +1,211 @@
+"""Attention over a paged key-value cache, behind one backend interface.
+
+Shape suffixes: T token rows, B sequences, L cache rows of a sequence, N query heads, K key/value
+heads, D head size, S cache slots. A cache layer is [S, 2, K, D]: each slot holds a token's keys,
+then its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from layline.layers.spans import Phase, SequenceSpan
+
+NULL_SLOT = 0  # Block 0 is never given to a sequence; its rows stay zero, so padding reads zeros.
+
+
+class AttentionPlan(Protocol):
+    """A backend's prepared view of one step: made once, used by every layer."""
+
+
+class AttentionBackend(Protocol):
+    """How attention reads the cache. One object serves all layers of a device."""
+
+    def plan(
+        self, phase: Phase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
+    ) -> AttentionPlan:
+        """Prepare a step whose rows are the spans' tokens in order."""
+
+    def attend(
+        self,
+        q_TND: torch.Tensor,
+        kv_T2KD: torch.Tensor,
+        cache_S2KD: torch.Tensor,
+        plan: AttentionPlan,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend to the cache, which already holds this step's rows ``kv_T2KD``; [T, N x D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """Cache rows that a group of sequences reads: a range of slots, or a list to gather."""
+
+    first: int
+    last: int
+    gather: torch.Tensor | None
+
+    def read(self, cache_S2KD: torch.Tensor) -> torch.Tensor:
+        if self.gather is None:
+            return cache_S2KD[self.first : self.last]
+        return cache_S2KD.index_select(0, self.gather)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeReach:
+    """A decode step's sequences, padded to the longest; ``mask`` [B, 1, 1, L] hides padding."""
+
+    reach: _Reach
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """One sequence of a prefill step: its rows, the cache it reads, and its causal mask [T, L].
+
+    ``reach`` is None when the sequence starts here, so that its own rows are all it may see.
+    """
+
+    first_row: int
+    last_row: int
+    reach: _Reach | None
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAttentionPlan:
+    """Prepared reads for each attention window of the model."""
+
+    num_sequences: int
+    decode: dict[int | None, _DecodeReach]
+    prefill: dict[int | None, tuple[_Segment, ...]]
+
+
+class TorchAttention:
+    """Backend on torch's scaled_dot_product_attention, for the CPU and for eager CUDA."""
+
+    def __init__(self, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._dtype = dtype
+
+    def plan(
+        self, phase: Phase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
+    ) -> TorchAttentionPlan:
+        """Prepare one step; decode spans have one token each."""
+        if phase is Phase.DECODE:
+            decode = {window: self._decode_reach(spans, window) for window in windows}
+            return TorchAttentionPlan(len(spans), decode, {})
+        prefill = {window: self._segments(spans, window) for window in windows}
+        return TorchAttentionPlan(len(spans), {}, prefill)
+
+    def attend(
+        self,
+        q_TND: torch.Tensor,
+        kv_T2KD: torch.Tensor,
+        cache_S2KD: torch.Tensor,
+        plan: AttentionPlan,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See AttentionBackend.attend."""
+        assert isinstance(plan, TorchAttentionPlan)
+        if plan.decode:
+            return self._decode(q_TND, cache_S2KD, plan, window)
+        outputs = [
+            self._prefill(q_TND, kv_T2KD, cache_S2KD, segment) for segment in plan.prefill[window]
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _decode(
+        self,
+        q_TND: torch.Tensor,
+        cache_S2KD: torch.Tensor,
+        plan: TorchAttentionPlan,
+        window: int | None,
+    ) -> torch.Tensor:
+        batch, heads, size = q_TND.shape
+        kv_heads = cache_S2KD.shape[2]
+        step = plan.decode[window]
+        rows = step.reach.read(cache_S2KD)
+        keys, values = rows.view(batch, -1, 2, kv_heads, size).permute(2, 0, 3, 1, 4).unbind(0)
+        # The queries that share a key head become rows of it: grouped attention without copies.
+        q_BKGD = q_TND.view(batch, kv_heads, heads // kv_heads, size)
+        out = F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=step.mask)
+        return out.reshape(batch, heads * size)
+
+    def _prefill(
+        self,
+        q_TND: torch.Tensor,
+        kv_T2KD: torch.Tensor,
+        cache_S2KD: torch.Tensor,
+        segment: _Segment,
+    ) -> torch.Tensor:
+        rows = slice(segment.first_row, segment.last_row)
+        own = kv_T2KD[rows] if segment.reach is None else segment.reach.read(cache_S2KD)
+        keys, values = own.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
+        q_1NTD = q_TND[rows].transpose(0, 1).unsqueeze(0)
+        out = F.scaled_dot_product_attention(
+            q_1NTD,
+            keys,
+            values,
+            attn_mask=segment.mask,
+            is_causal=segment.mask is None,
+            enable_gqa=q_1NTD.shape[1] != keys.shape[1],
+        )
+        return out.squeeze(0).transpose(0, 1).flatten(1)
+
+    def _decode_reach(self, spans: Sequence[SequenceSpan], window: int | None) -> _DecodeReach:
+        firsts = [0 if window is None else max(0, span.length - window) for span in spans]
+        counts = [span.length - first for span, first in zip(spans, firsts, strict=True)]
+        if len(spans) == 1:
+            return _DecodeReach(self._reach(spans[0], firsts[0]), None)
+        longest = max(counts)
+        slots = np.full((len(spans), longest), NULL_SLOT, dtype=np.int64)
+        for row, (span, first, count) in enumerate(zip(spans, firsts, counts, strict=True)):
+            slots[row, :count] = slot_numbers(span, first, span.length, self._block_size)
+        gather = torch.from_numpy(slots.reshape(-1)).to(self._device)
+        mask = None
+        if min(counts) != longest:
+            hidden = np.arange(longest)[None, :] >= np.asarray(counts)[:, None]
+            mask = torch.zeros(len(spans), 1, 1, longest, dtype=self._dtype)
+            mask[torch.from_numpy(hidden)[:, None, None, :]] = float("-inf")
+            mask = mask.to(self._device)
+        return _DecodeReach(_Reach(0, 0, gather), mask)
+
+    def _segments(self, spans: Sequence[SequenceSpan], window: int | None) -> tuple[_Segment, ...]:
+        segments, row = [], 0
+        for span in spans:
+            slides = window is not None and span.length > window
+            first = max(0, span.start - window + 1) if window is not None else 0
+            reach = self._reach(span, first) if span.start else None
+            mask = None
+            if slides or span.start:
+                queries = torch.arange(span.start, span.length, device=self._device)[:, None]
+                keys = torch.arange(first, span.length, device=self._device)[None, :]
+                mask = keys <= queries
+                if window is not None:
+                    mask &= keys > queries - window
+            segments.append(_Segment(row, row + span.count, reach, mask))
+            row += span.count
+        return tuple(segments)
+
+    def _reach(self, span: SequenceSpan, first: int) -> _Reach:
+        slots = slot_numbers(span, first, span.length, self._block_size)
+        start = int(slots[0])
+        if int(slots[-1]) - start == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
+            return _Reach(start, start + len(slots), None)
+        return _Reach(0, 0, torch.from_numpy(slots).to(self._device))
+
+
+def slot_numbers(span: SequenceSpan, first: int, last: int, block_size: int) -> np.ndarray:
+    """Cache slots of the span's tokens ``first`` .. ``last - 1``, int64 [last - first]."""
+    tokens = np.arange(first, last, dtype=np.int64)
+    blocks = np.asarray(span.blocks, dtype=np.int64)
+    slots: np.ndarray = blocks[tokens // block_size] * block_size + tokens % block_size
+    return slots

@@ -1,0 +1,69 @@
+"""Linear layers. A layer may hold its weight plain, or packed for decode beside a plain copy.
+
+Which kernel runs follows the step's phase, never the number of rows, so that a chunk or batch
+boundary does not change numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from layline.kernels.dense_matmul import dense_matmul, wide_bfloat16_is_slow
+from layline.layers.spans import Phase
+
+
+class PackedWeight(Protocol):
+    """A quantised matrix that multiplies bfloat16 rows."""
+
+    def matmul(self, x_TK: torch.Tensor, /) -> torch.Tensor:
+        """``x @ weight.T``, bfloat16 [tokens, out features]."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the packed copy."""
+
+
+class Linear:
+    """``y = x @ weight.T + bias``; several projections of one input may be merged by rows.
+
+    ``weight`` [out features, in features] serves prefill, and decode too unless ``packed`` is
+    given. A layer that runs in decode only (the head) may come without ``weight``.
+    """
+
+    __slots__ = ("_upcast", "bias", "packed", "weight")
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        packed: PackedWeight | None = None,
+    ) -> None:
+        if weight is None and packed is None:
+            raise ValueError("a linear layer needs a weight")
+        self.weight = weight
+        self.bias = bias
+        self.packed = packed
+        self._upcast = (
+            weight is not None
+            and weight.device.type == "cpu"
+            and weight.dtype is torch.bfloat16
+            and wide_bfloat16_is_slow()
+        )
+
+    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
+        """[tokens, in features] to [tokens, out features], in x's dtype."""
+        weight = self.weight
+        if self.packed is not None and (phase is Phase.DECODE or weight is None):
+            out = self.packed.matmul(x)
+            return out if self.bias is None else out.add_(self.bias)
+        assert weight is not None
+        upcast = self._upcast and phase is Phase.PREFILL
+        return dense_matmul(x, weight, self.bias, upcast=upcast)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all copies of the weight."""
+        plain = 0 if self.weight is None else self.weight.nbytes
+        return plain + (0 if self.packed is None else self.packed.num_bytes)

@@ -1,0 +1,30 @@
+"""RMS norm (https://arxiv.org/abs/1910.07467)."""
+
+from __future__ import annotations
+
+import torch
+
+from layline.kernels.add_norm import add_rms_norm, rms_norm
+
+
+class RMSNorm:
+    """Normalise the last dim by its root mean square; computes in FP32.
+
+    ``weight`` is [hidden] in any float dtype; a FP32 copy is kept.
+    """
+
+    __slots__ = ("_eps", "weight")
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight = weight.float()
+        self._eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] to the same shape and dtype."""
+        return rms_norm(x, self.weight, self._eps)
+
+    def add_norm(
+        self, output: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(residual + output), residual + output)``; the norm reads the unrounded sum."""
+        return add_rms_norm(output, residual, self.weight, self._eps)

@@ -1,0 +1,34 @@
+"""A step's phase, and what it does to one sequence, as plain numbers. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Phase(Enum):
+    """Which part of a request's life the step serves; kernels are chosen by it."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpan:
+    """``count`` new tokens of one sequence, at positions ``start`` .. ``start + count - 1``.
+
+    ``blocks`` is the sequence's block table: token ``i`` lives in row ``i % block_size`` of block
+    ``blocks[i // block_size]``. ``rope_length`` is the sequence length that dynamic rope scaling
+    goes by: the whole prompt while it is prefilled, the length so far afterwards.
+    """
+
+    start: int
+    count: int
+    blocks: Sequence[int]
+    rope_length: int
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache once the step has run."""
+        return self.start + self.count

@@ -1,0 +1,201 @@
+"""Build layers straight from a checkpoint, one tensor at a time.
+
+Every tensor that a layer asks for is checked (present, shape) before it is read, and once the model
+is built, every tensor of the file must have been asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from layline.errors import TensorError
+from layline.kernels.packed_matmul import GROUP, ROW_ALIGNMENT, Int8Weight, pack_int4, quantise_rows
+from layline.layers.embedding import Embedding
+from layline.layers.linear import Linear, PackedWeight
+from layline.layers.norm import RMSNorm
+from layline.layers.rope import RotaryTable
+from layline.layers.rope_config import RopeConfig
+from layline.weights.checkpoint import Checkpoint
+from layline.weights.quantized import QuantizedTensor
+
+FOUR_BIT = frozenset({"Q4_0", "Q4_1"})
+ROPE_FACTORS = "rope_freqs.weight"
+PACK_ROWS = 4096  # Rows expanded at a time while packing, so that temporaries stay small.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadTarget:
+    """Where and how weights are held. ``packed`` keeps quantised matrices quantised for decode."""
+
+    device: torch.device
+    dtype: torch.dtype
+    packed: bool
+    max_position: int
+
+
+class ModelLoader:
+    """Hands layers their weights. Raises TensorError naming file, tensor, expected and found."""
+
+    def __init__(self, checkpoint: Checkpoint, target: LoadTarget) -> None:
+        self._checkpoint = checkpoint
+        self._target = target
+        self._infos = checkpoint.infos()
+        self._makes_weights = checkpoint.kind == "random"
+        self._used: set[str] = set()
+
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        """An RMS norm over ``size`` features."""
+        return RMSNorm(self._plain(f"{name}.weight", (size,)), eps)
+
+    def linear(
+        self, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool
+    ) -> Linear:
+        """One linear layer holding the named projections as consecutive rows."""
+        target = self._target
+        total = sum(sizes)
+        weight = torch.empty(total, in_features, dtype=target.dtype, device=target.device)
+        row = 0
+        for name, size in zip(names, sizes, strict=True):
+            self._read_into(f"{name}.weight", weight[row : row + size])
+            row += size
+        merged_bias = None
+        if bias:
+            parts = zip(names, sizes, strict=True)
+            merged_bias = torch.cat([self._plain(f"{name}.bias", (size,)) for name, size in parts])
+        packed = self._pack([f"{name}.weight" for name in names], total, in_features)
+        return Linear(weight, merged_bias, packed)
+
+    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
+        """The token table; a quantised one stays as it is in the file when packing."""
+        full_name = f"{name}.weight"
+        self._check(full_name, (vocab_size, hidden_size))
+        if self._target.packed:
+            table = self._checkpoint.read(full_name)
+            if isinstance(table, QuantizedTensor):
+                self._used.add(full_name)
+                return Embedding(table, self._target.dtype)
+        return Embedding(self._plain(full_name, (vocab_size, hidden_size)), self._target.dtype)
+
+    def head(
+        self,
+        name: str,
+        embedding: Embedding,
+        vocab_size: int,
+        hidden_size: int,
+        tied: bool | None,
+    ) -> Linear:
+        """The output projection: the embedding's table when tied, or when the file has no head.
+
+        ``tied`` is None when the configuration does not say; then the file decides.
+        """
+        full_name = f"{name}.weight"
+        if tied is None:
+            tied = full_name not in self._infos and not self._makes_weights
+        if tied:
+            self._used.add(full_name)
+            return self._head_on(embedding.table)
+        self._check(full_name, (vocab_size, hidden_size))
+        if self._target.packed:
+            matrix = self._checkpoint.read(full_name)
+            if isinstance(matrix, QuantizedTensor):
+                self._used.add(full_name)
+                return self._head_on(matrix)
+        return Linear(self._plain(full_name, (vocab_size, hidden_size)))
+
+    def rotary(self, rope: RopeConfig, head_dim: int) -> RotaryTable:
+        """Rotary tables for every position of the run's context."""
+        factors = None
+        if ROPE_FACTORS in self._infos:
+            factors = torch.empty(head_dim // 2)
+            self._read_into(ROPE_FACTORS, factors)
+        return RotaryTable(
+            rope,
+            head_dim,
+            self._target.max_position,
+            factors=factors,
+            device=self._target.device,
+            dtype=self._target.dtype,
+        )
+
+    def finish(self) -> None:
+        """Raise TensorError if the file holds tensors that no layer asked for."""
+        extra = sorted(
+            name for name in self._infos if name not in self._used and not _is_derived(name)
+        )
+        if extra:
+            info = self._infos[extra[0]]
+            more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
+            raise TensorError(
+                f"{info.file}: unexpected tensor {extra[0]!r} of shape {list(info.shape)}{more}; "
+                "the configuration has no place for it"
+            )
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        out = torch.empty(shape, dtype=self._target.dtype, device=self._target.device)
+        self._read_into(name, out)
+        return out
+
+    def _read_into(self, name: str, out: torch.Tensor) -> None:
+        self._check(name, tuple(out.shape))
+        self._checkpoint.read_into(name, out)
+        self._used.add(name)
+
+    def _check(self, name: str, expected: tuple[int, ...]) -> None:
+        if self._makes_weights:
+            return
+        info = self._infos.get(name)
+        if info is None:
+            raise TensorError(
+                f"{self._checkpoint.path}: tensor {name!r} is missing; expected shape "
+                f"{list(expected)}"
+            )
+        if tuple(info.shape) != expected:
+            raise TensorError(
+                f"{info.file}: tensor {name!r} has shape {list(info.shape)}; expected "
+                f"{list(expected)}"
+            )
+
+    def _pack(self, names: Sequence[str], rows: int, columns: int) -> PackedWeight | None:
+        """A packed copy of quantised matrices that are all kept for decode, or None."""
+        if not self._target.packed or rows % ROW_ALIGNMENT or columns % GROUP:
+            return None
+        matrices = [self._checkpoint.read(name) for name in names]
+        quantised = [matrix for matrix in matrices if isinstance(matrix, QuantizedTensor)]
+        if len(quantised) != len(matrices):
+            return None
+        return pack(quantised)
+
+    def _head_on(self, table: torch.Tensor | QuantizedTensor) -> Linear:
+        if isinstance(table, QuantizedTensor):
+            return Linear(None, None, pack([table]))
+        return Linear(table)
+
+
+def pack(matrices: Sequence[QuantizedTensor]) -> PackedWeight:
+    """Pack quantised matrices [*, in features], stacked by rows.
+
+    4-bit blocks keep their values as int4; everything else becomes int8 with a scale for each row.
+    """
+    rows = sum(matrix.shape[0] for matrix in matrices)
+    aligned = rows % ROW_ALIGNMENT == 0
+    if aligned and all(matrix.encoding in FOUR_BIT for matrix in matrices):
+        parts = [matrix.q4_parts() for matrix in matrices]
+        nibbles, scale, minimum = (torch.cat(column) for column in zip(*parts, strict=True))
+        return pack_int4(nibbles, scale, minimum)
+    values = torch.empty(rows, matrices[0].shape[1], dtype=torch.int8)
+    scales: list[torch.Tensor] = []
+    row = 0
+    for matrix in matrices:
+        for first in range(0, matrix.shape[0], PACK_ROWS):
+            chunk = matrix.rows(slice(first, first + PACK_ROWS)).dequantize(torch.float32)
+            scales.append(quantise_rows(chunk, values[row : row + chunk.shape[0]]))
+            row += chunk.shape[0]
+    return Int8Weight(values, torch.cat(scales))
+
+
+def _is_derived(name: str) -> bool:
+    """Buffers that older checkpoints saved although they follow from the configuration."""
+    return name.endswith(("rotary_emb.inv_freq", "attention.bias", "masked_bias"))

@@ -1,0 +1,45 @@
+"""Copying out of mapped files without keeping their pages.
+
+A page of a mapped file counts as this process's memory once it was read. Readers therefore copy a
+piece at a time and give the pages of each piece back; the kernel still caches the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import torch
+
+# Large enough that a copy runs at memory speed, small next to any model.
+_PIECE_BYTES = 16 << 20
+
+
+def copy_mapped(source: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy ``source`` into ``out`` (same shape, any dtype or device), piece by piece."""
+    if source.dim() == 0:
+        out.copy_(source)
+        return
+    row_bytes = max(1, source[:1].numel() * source.element_size())
+    step = max(1, _PIECE_BYTES // row_bytes)
+    for start in range(0, source.shape[0], step):
+        piece = source[start : start + step]
+        out[start : start + step].copy_(piece)
+        release_pages(piece)
+
+
+def release_pages(view: torch.Tensor) -> None:
+    """Tell the kernel that the whole pages under a mapped tensor are not needed in memory now.
+
+    The data stays valid: it is read from the file again when touched. Only for tensors that view
+    a mapped file; on other memory the contents would be lost. Does nothing outside Linux.
+    """
+    if sys.platform != "linux" or view.device.type != "cpu" or not view.is_contiguous():
+        return
+    page = mmap.PAGESIZE
+    first = -(-view.data_ptr() // page) * page
+    last = (view.data_ptr() + view.numel() * view.element_size()) // page * page
+    if last > first:
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)

@@ -1,0 +1,207 @@
+"""``layline chat`` over a fake engine, its input from a pipe and from a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def talk(layline: Any, loader: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs ``chat`` with lines on a stdin that is no terminal."""
+
+    def call(*lines: str, arguments: tuple[str, ...] = ()) -> Any:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return layline("chat", *arguments)
+
+    return call
+
+
+def test_answers_are_part_of_the_next_request(talk: Any, loader: Any) -> None:
+    result = talk("first", "second")
+    assert result.status == 0
+    assert result.out == "Hello there\nHello there\n"
+    assert loader.llm.requests[1] == [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "Hello there"},
+        {"role": "user", "content": "second"},
+    ]
+
+
+def test_reset_forgets_and_system_stays(talk: Any, loader: Any) -> None:
+    talk("/system Be brief.", "one", "/reset", "two", "/system", "three")
+    system = {"role": "system", "content": "Be brief."}
+    assert loader.llm.requests[0] == [system, {"role": "user", "content": "one"}]
+    assert loader.llm.requests[1] == [system, {"role": "user", "content": "two"}]
+    assert loader.llm.requests[2][0] == {"role": "user", "content": "two"}
+
+
+def test_exit_leaves_at_once_and_blank_lines_ask_nothing(talk: Any, loader: Any) -> None:
+    result = talk("", "   ", "/exit", "never asked")
+    assert result.status == 0
+    assert loader.llm.requests == []
+    assert result.out == ""
+
+
+def test_help_and_an_unknown_command(talk: Any, loader: Any) -> None:
+    result = talk("/help", "/rest")
+    assert "/system TEXT" in result.err
+    last = result.err.splitlines()[-1]
+    assert "'/rest'" in last
+    assert "/help, /reset, /system, /exit" in last
+    assert "'/reset'" in last
+
+
+def test_no_template_refuses_before_reading(talk: Any, loader: Any) -> None:
+    loader.llm.template = None
+    result = talk("hello", arguments=("base-model",))
+    assert result.status == 2
+    assert result.err.count("\n") == 1
+    assert "'base-model' has no chat template" in result.err
+    assert "layline generate" in result.err
+    assert loader.llm.requests == []
+
+
+def test_overflow_is_one_line_and_the_session_goes_on(talk: Any, loader: Any) -> None:
+    loader.llm.context = 40
+    result = talk("short", "x" * 60, "again", "/reset", "fresh")
+    assert result.status == 0
+    (line,) = [text for text in result.err.splitlines() if "expected at most 40" in text]
+    assert "/reset clears the conversation" in line
+    # The message that did not fit is not part of the next request.
+    assert [turn["content"] for turn in loader.llm.requests[1]] == ["short", "Hello there", "again"]
+    assert [turn["content"] for turn in loader.llm.requests[2]] == ["fresh"]
+
+
+def test_cut_off_answer_is_marked(talk: Any, loader: Any) -> None:
+    loader.llm.finish_reason = "length"
+    assert "[cut off" in talk("hello").err
+
+
+def test_interrupt_keeps_what_was_printed(talk: Any, loader: Any) -> None:
+    def interrupt(index: int) -> None:
+        if index == 2 and len(loader.llm.requests) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    loader.llm.on_chunk = interrupt
+    result = talk("first", "second")
+    assert result.status == 0
+    assert result.out == "Hello\nHello there\n"
+    assert "[stopped]" in result.err
+    assert loader.llm.requests[1][1] == {"role": "assistant", "content": "Hello"}
+    assert (loader.llm.closed, loader.llm.finished) == (2, 1)
+
+
+def test_second_interrupt_breaks_off_the_step_itself(talk: Any, loader: Any) -> None:
+    def interrupt(index: int) -> None:
+        if index == 1 and len(loader.llm.requests) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            # Python runs handlers between instructions: give it some.
+            time.sleep(5)
+
+    loader.llm.on_chunk = interrupt
+    result = talk("first", "second")
+    assert result.status == 0
+    assert loader.llm.requests[1][1]["content"] == "Hel"
+
+
+def test_the_old_signal_handler_is_put_back(talk: Any, loader: Any) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    talk("hello")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_model_may_be_an_argument_or_an_option(talk: Any, loader: Any) -> None:
+    talk(arguments=("a",))
+    talk(arguments=("--model", "b"))
+    talk(arguments=("c", "--model", "c"))
+    talk()
+    assert [model for model, _ in loader.opened] == ["a", "b", "c", "smollm2-135m"]
+
+
+class Terminal:
+    """A ``layline chat`` of its own on a pseudo-terminal."""
+
+    def __init__(self) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "chat_on_fake.py")],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=take_terminal,
+            cwd=HERE,
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        """What a person types; ``\\x03`` is Ctrl-C and ``\\x04`` Ctrl-D."""
+        os.write(self.master, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Read until ``text`` appears after what was waited for before."""
+        deadline = time.monotonic() + 20
+        while text not in self.seen:
+            ready, _, _ = select.select([self.master], [], [], deadline - time.monotonic())
+            assert ready, f"no {text!r} in {self.seen!r}"
+            self.seen += os.read(self.master, 4096).decode()
+        self.seen = self.seen.split(text, 1)[1]
+
+    def close(self) -> None:
+        """End the process if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.master)
+
+
+def take_terminal() -> None:
+    """Make the slave the controlling terminal, which is what turns Ctrl-C into a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    made = Terminal()
+    yield made
+    made.close()
+
+
+def test_keys_on_a_terminal(terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    terminal.type("slow\n")
+    terminal.wait_for("tick")
+    terminal.type("\x03")
+    terminal.wait_for("[stopped]")
+    terminal.wait_for("> ")
+    terminal.type("half a line")
+    # Its echo shows that the line editor is waiting; a signal before that would wait for a key.
+    terminal.wait_for("half a line")
+    terminal.type("\x03")
+    terminal.wait_for("Ctrl-D leaves")
+    terminal.wait_for("> ")
+    terminal.type("count\n")
+    # The stopped answer and its question, and this one: the dropped line is not among them.
+    terminal.wait_for("3 messages")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=20) == 0

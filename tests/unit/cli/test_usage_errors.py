@@ -1,0 +1,119 @@
+"""Every mistake on the command line is one line on stderr that says what to do, and status 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layline.errors import CheckpointError, ModelNotFoundError, RunError
+
+# Arguments; what the line must contain: the value or name, what was expected, the nearest choice.
+MISTAKES = {
+    "no command": ([], ["no command", "pull, generate, chat, doctor, bench"]),
+    "unknown command": (["genrate", "x"], ["'genrate'", "pull, generate", "'generate'"]),
+    "command of a later time": (["zzz"], ["'zzz'", "pull, generate", "nearest"]),
+    "no subcommand": (["bench"], ["no command", "latency"]),
+    "unknown subcommand": (["bench", "latncy"], ["'latncy'", "'latency'"]),
+    "unknown root option": (["--verson"], ["'--verson'", "'--version'"]),
+    "unknown option": (["generate", "x", "--max-token", "3"], ["'--max-token'", "'--max-tokens'"]),
+    "mesh option": (["generate", "x", "--tp", "4"], ["'--tp'", "takes --model", "nearest"]),
+    "short option": (["generate", "x", "-q"], ["'-q'", "takes --model", "nearest"]),
+    "chat option": (["chat", "--trheads", "2"], ["'--trheads'", "'--threads'"]),
+    "missing prompt": (["generate"], ["missing PROMPT", "the text to continue"]),
+    "surplus argument": (["generate", "a", "b"], ["'b'", "takes PROMPT", "quote"]),
+    "surplus for doctor": (["doctor", "now"], ["'now'", "no arguments"]),
+    "missing value": (["generate", "x", "--max-tokens"], ["--max-tokens", "most tokens"]),
+    "value for a flag": (["generate", "x", "--json=3"], ["--json", "expected --json alone"]),
+    "max_tokens 0": (["generate", "x", "--max-tokens", "0"], ["--max-tokens 0", "least 1", "is 1"]),
+    "max_tokens word": (["generate", "x", "--max-tokens", "many"], ["'many'", "whole", "is 1"]),
+    "max_tokens 1.5": (["generate", "x", "--max-tokens", "1.5"], ["'1.5'", "whole", "is 1"]),
+    "threads 0": (["generate", "x", "--threads", "0"], ["--threads 0", "from 1", "is 1"]),
+    "threads many": (["chat", "--threads", "9999"], ["9999", "to 4096", "is 4096"]),
+    "device": (["generate", "x", "--device", "gpu"], ["'gpu'", "cpu, cuda", "nearest"]),
+    "dtype": (["generate", "x", "--dtype", "bf16"], ["'bf16'", "bfloat16, float16", "nearest"]),
+    "size unit": (["generate", "x", "--kv-memory", "12X"], ["'12X'", "K, M, G or T", "'512M'"]),
+    "size zero": (["generate", "x", "--kv-memory", "0"], ["'0'", "above zero", "'512M'"]),
+    "size negative": (["generate", "x", "--kv-memory", "-1G"], ["'-1G'", "above zero"]),
+    "max_running": (["generate", "x", "--max-running", "0"], ["--max-running 0", "is 1"]),
+    "temperature": (["generate", "x", "--temperature", "-1"], ["temperature", "-1", "0 to 100"]),
+    "temperature nan": (["generate", "x", "--temperature", "nan"], ["'nan'", "finite", "is 0"]),
+    "top_p": (["generate", "x", "--top-p", "1.5"], ["top_p", "1.5"]),
+    "top_k": (["generate", "x", "--top-k", "-2"], ["--top-k -2", "-1"]),
+    "min_p": (["generate", "x", "--min-p", "2"], ["min_p", "2"]),
+    "two models": (["chat", "a", "--model", "b"], ["'a'", "'b'", "one of them"]),
+    "batch": (["bench", "latency", "--batch", "1,x"], ["'x'", "whole", "is 1"]),
+    "competitor": (["bench", "latency", "--against", "vllm"], ["'vllm'", "transformers", "near"]),
+    "two lines": (["generate", "x", "--dtype", "a\nb"], ["'a\\nb'", "float32"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_one_line(name: str, layline: Callable[..., Any], loader: Any) -> None:
+    arguments, parts = MISTAKES[name]
+    result = layline(*arguments)
+    assert result.status == 2
+    assert result.out == ""
+    assert result.err.startswith("layline: ")
+    assert result.err.count("\n") == 1
+    assert result.err.endswith("\n")
+    for part in parts:
+        assert part in result.err
+    assert loader.opened == [], "a mistake must be found before the model is loaded"
+
+
+def test_engine_error_keeps_its_message_and_status(layline: Any, loader: Any) -> None:
+    for error, status in (
+        (ModelNotFoundError("no model 'x'\nanywhere"), 2),
+        (CheckpointError("file is broken"), 2),
+        (RunError("out of memory"), 3),
+    ):
+        loader.error = error
+        result = layline("generate", "hello")
+        assert result.status == status
+        assert result.err == f"layline: {' '.join(str(error).split())}\n"
+        assert result.out == ""
+
+
+def test_unknown_model_names_what_is_known(layline: Any) -> None:
+    result = layline("generate", "hello", "--model", "smollm2-135n")
+    assert result.status == 2
+    assert result.err.count("\n") == 1
+    assert "'smollm2-135n'" in result.err
+    assert "smollm2-135m" in result.err
+
+
+def test_unexpected_failure_leaves_a_traceback_in_a_file(
+    layline: Any, loader: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    loader.error = KeyError("lost")
+    result = layline("generate", "hello")
+    assert result.status == 3
+    assert result.err.count("\n") == 1
+    assert result.err.startswith("layline: internal error: KeyError: 'lost'; traceback in ")
+    log = Path(result.err.split("traceback in ")[1].strip())
+    assert log.parent == tmp_path / "layline"
+    assert "Traceback" in log.read_text(encoding="utf-8")
+
+
+def test_unwritable_state_directory_is_no_second_failure(
+    layline: Any, loader: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory", encoding="utf-8")
+    monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
+    loader.error = KeyError("lost")
+    result = layline("generate", "hello")
+    log = Path(result.err.split("traceback in ")[1].strip())
+    assert result.status == 3
+    assert "KeyError" in log.read_text(encoding="utf-8")
+    log.unlink()
+
+
+def test_interrupt_while_loading_is_130_without_a_word(layline: Any, loader: Any) -> None:
+    loader.error = KeyboardInterrupt()
+    result = layline("generate", "hello")
+    assert (result.status, result.err) == (130, "")
