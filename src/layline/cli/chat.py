@@ -12,12 +12,14 @@ import typer
 
 from layline.cli import session
 from layline.cli.grammar import closest
-from layline.cli.options import DEFAULT_MODEL, MODEL_HELP, ChatSamplingOptions, RunOptions
+from layline.cli.options import MODEL_HELP, ChatSamplingOptions, RunOptions
 from layline.cli.output import note, write
+from layline.config import DEFAULT_MODEL
 from layline.errors import PromptError
 
 if TYPE_CHECKING:
     from layline.engine.llm import LLM
+    from layline.sampling import SamplingParams
 
 COMMANDS = {
     "/help": "this list",
@@ -48,7 +50,7 @@ def chat(
 class Conversation:
     """The messages so far, and the loop that adds to them."""
 
-    def __init__(self, llm: LLM, params: Any) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self.llm = llm
         self.params = params
         self.system: str | None = None

@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layline.cli import session
 from layline.cli.memory import peak_bytes
-from layline.cli.options import DEFAULT_MODEL, MODEL_HELP, RunOptions, SamplingOptions
+from layline.cli.options import MODEL_HELP, RunOptions, SamplingOptions
 from layline.cli.output import note, size_text, write, write_json
+from layline.config import DEFAULT_MODEL
 from layline.errors import PromptError, RunError
 
 if TYPE_CHECKING:
-    from layline.engine.llm import LLM, GenerationOutput
+    from layline.engine.llm import LLM
+    from layline.engine.output import GenerationOutput, StreamChunk
+    from layline.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ def generate(
     chunks = answer(llm, text, params, chat=output.chat)
     result = finish(chunks, show=output.stream and not output.json)
     if output.json:
-        write_json(as_json(result))
+        write_json(result.as_dict())
     elif not output.stream:
         write(result.text + "\n")
     if output.stats:
@@ -77,14 +80,14 @@ def prompt_text(prompt: str) -> str:
         ) from None
 
 
-def answer(llm: LLM, text: str, params: Any, *, chat: bool) -> Iterator[Any]:
+def answer(llm: LLM, text: str, params: SamplingParams, *, chat: bool) -> Iterator[StreamChunk]:
     """The stream of chunks that answers ``text``."""
     if chat:
         return llm.stream_chat([{"role": "user", "content": text}], params)
     return llm.stream(text, params)
 
 
-def finish(chunks: Iterator[Any], *, show: bool) -> GenerationOutput:
+def finish(chunks: Iterator[StreamChunk], *, show: bool) -> GenerationOutput:
     """Run the stream to its end, printing text when ``show``. Returns the whole output."""
     result: GenerationOutput | None = None
     last = ""
@@ -99,21 +102,6 @@ def finish(chunks: Iterator[Any], *, show: bool) -> GenerationOutput:
     if show and not last.endswith("\n"):
         write("\n")
     return result
-
-
-def as_json(result: GenerationOutput) -> dict[str, Any]:
-    """The JSON form: names as in ``GenerationOutput``."""
-    usage = result.usage
-    return {
-        "text": result.text,
-        "token_ids": list(result.token_ids),
-        "prompt_token_ids": list(result.prompt_token_ids),
-        "finish_reason": result.finish_reason,
-        "usage": {
-            name: getattr(usage, name)
-            for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-        },
-    }
 
 
 def stats_line(result: GenerationOutput) -> str:

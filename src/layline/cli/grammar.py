@@ -91,18 +91,20 @@ def usage_message(error: Exception) -> str | None:
         return None
     found: Any = error
     if isinstance(error, BadValue):
-        return str(found.message)
-    if "NoSuchOption" in kinds:
-        return unknown_option(found.option_name, found.ctx)
-    if "MissingParameter" in kinds:
-        about = getattr(found.param, "help", None)
+        message = found.message
+    elif "NoSuchOption" in kinds:
+        message = unknown_option(found.option_name, found.ctx)
+    elif "MissingParameter" in kinds:
         name = shown_name(found.param)
-        return f"missing {name}; {found.ctx.command_path} expects {about or name}"
-    if "BadOptionUsage" in kinds and "requires" in found.message:
-        return f"{found.option_name} has no value; expected {option_help(found)}"
-    if "BadOptionUsage" in kinds:
-        return f"{found.option_name} was given a value; expected {found.option_name} alone"
-    return str(found.format_message())
+        expected = getattr(found.param, "help", None) or name
+        message = f"missing {name}; {found.ctx.command_path} expects {expected}"
+    elif "BadOptionUsage" in kinds and "requires" in found.message:
+        message = f"{found.option_name} has no value; expected {option_help(found)}"
+    elif "BadOptionUsage" in kinds:
+        message = f"{found.option_name} was given a value; expected {found.option_name} alone"
+    else:
+        message = found.format_message()
+    return str(message)
 
 
 def option_help(error: Any) -> str:

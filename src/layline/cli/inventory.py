@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layline.cli.output import size_text
+from layline.config import usable_cores
 from layline.errors import LaylineError
 
 REQUIRED = ("torch", "numpy", "tokenizers", "safetensors", "jinja2", "typer", "rich")
@@ -56,12 +57,6 @@ def processor() -> dict[str, Any]:
         "torch uses": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def cpu_facts() -> dict[str, str]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from layline.cli.values import choice, integer, number, size
-from layline.weights.cache import DEFAULT_MODEL as DEFAULT_MODEL
+from layline.config import DEVICES, DTYPES, MAX_THREADS
 
-DEVICES = ("cpu", "cuda")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+if TYPE_CHECKING:
+    from layline.sampling import SamplingParams
+
 MODEL_HELP = "a pulled name, a safetensors directory, a .gguf file or config:DIR"
 
 
@@ -34,7 +35,7 @@ class ComputeOptions:
         int | None,
         typer.Option(
             "--threads",
-            parser=integer("--threads", minimum=1, maximum=4096),
+            parser=integer("--threads", minimum=1, maximum=MAX_THREADS),
             help="compute threads on the CPU; all cores when not given",
         ),
     ] = None
@@ -123,7 +124,7 @@ class SamplingOptions:
         typer.Option("--stop", help="end before this text; may be given several times"),
     ] = field(default_factory=list)
 
-    def params(self) -> Any:
+    def params(self) -> SamplingParams:
         """The ``SamplingParams`` for one request. Raises SamplingError."""
         from layline.sampling import SamplingParams
 

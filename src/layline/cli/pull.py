@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from layline.cli.options import DEFAULT_MODEL
+from layline.config import DEFAULT_MODEL
 
 
 def pull(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
 
-SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(?:i?[bB])?")
-SIZE_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+from layline.config import parse_size
+from layline.errors import UsageError
 
 
 class BadValue(typer.BadParameter):
@@ -57,14 +56,14 @@ def number(flag: str) -> Callable[[Any], float]:
 
 
 def size(flag: str) -> Callable[[Any], int]:
-    """A number of bytes, with a binary unit: ``512M``, ``1.5G``, ``2GiB``."""
+    """A number of bytes above zero, with a binary unit: ``512M``, ``1.5G``, ``2GiB``."""
 
     def parse(value: Any) -> int:
-        if isinstance(value, int):
-            return value
-        match = SIZE_PATTERN.fullmatch(str(value).strip())
-        num_bytes = int(float(match[1]) * SIZE_UNITS[match[2].lower()]) if match else 0
-        if num_bytes <= 0:
+        try:
+            num_bytes = parse_size(value, flag) or 0
+        except UsageError:
+            num_bytes = 0
+        if num_bytes < 1:
             raise BadValue(
                 f"{flag} {value!r} is not a size above zero; expected a number with K, M, G or T, "
                 "such as '512M'"

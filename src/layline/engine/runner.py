@@ -17,7 +17,7 @@ class Runner:
     def __init__(
         self, model: Decoder, backend: AttentionBackend, block_size: int, device: torch.device
     ) -> None:
-        self._model = model
+        self.model = model
         self._backend = backend
         self._block_size = block_size
         self._device = device
@@ -25,15 +25,15 @@ class Runner:
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Logits [sampling rows, vocabulary] in the order of the plan's sampling entries."""
-        hidden = self._model.forward(self._ids(plan), self._batch(plan))
+        hidden = self.model.forward(self._ids(plan), self._batch(plan))
         rows = sampling_rows(plan)
         if len(rows) != hidden.shape[0]:
             hidden = hidden.index_select(0, torch.tensor(rows, device=self._device))
-        return self._model.logits(hidden)
+        return self.model.logits(hidden)
 
     def hidden_states(self, plan: StepPlan) -> torch.Tensor:
         """Normalised hidden states of every row, [tokens, hidden]."""
-        return self._model.forward(self._ids(plan), self._batch(plan))
+        return self.model.forward(self._ids(plan), self._batch(plan))
 
     def _ids(self, plan: StepPlan) -> torch.Tensor:
         return torch.tensor(plan.token_ids, dtype=torch.int64, device=self._device)
@@ -45,11 +45,11 @@ class Runner:
             [slot_numbers(span, span.start, span.length, self._block_size) for span in spans]
         )
         lengths = None
-        if self._model.rotary.is_dynamic:
+        if self.model.rotary.is_dynamic:
             counts = [span.count for span in spans]
             lengths = torch.from_numpy(np.repeat([span.rope_length for span in spans], counts))
             lengths = lengths.to(self._device)
-        cos, sin = self._model.rotary(torch.from_numpy(positions).to(self._device), lengths)
+        cos, sin = self.model.rotary(torch.from_numpy(positions).to(self._device), lengths)
         return ForwardBatch(
             phase=plan.phase,
             rope_cos=cos,

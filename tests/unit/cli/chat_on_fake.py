@@ -1,16 +1,15 @@
-"""Run by test_chat on a pseudo-terminal: ``layline chat`` with an engine that is slow on request."""
+"""Run by test_chat on a pseudo-terminal: ``layline chat`` with an engine slow on request."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 from conftest import FakeLLM
-
 from layline.cli import session
 from layline.cli.main import main
+from layline.engine.output import StreamChunk
 
 
 class SlowLLM(FakeLLM):
@@ -19,11 +18,11 @@ class SlowLLM(FakeLLM):
     def stream_chat(self, messages: list[dict[str, str]], params: Any = None) -> Any:
         count = len(messages)
         if messages[-1]["content"] != "slow":
-            yield SimpleNamespace(text=f"{count} messages", finish_reason="stop")
+            yield StreamChunk(f"{count} messages", [0], "stop")
             return
         for _ in range(200):
             time.sleep(0.05)
-            yield SimpleNamespace(text="tick ", finish_reason=None)
+            yield StreamChunk("tick ", [0])
 
 
 session.open_llm = lambda model, run: SlowLLM()

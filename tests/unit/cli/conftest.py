@@ -11,6 +11,7 @@ import pytest
 
 from layline.cli import session
 from layline.cli.main import main
+from layline.engine.output import GenerationOutput, StreamChunk, Timing, Usage
 from layline.errors import PromptError
 
 
@@ -49,25 +50,26 @@ class FakeLLM:
             for index, piece in enumerate(self.pieces):
                 self.on_chunk(index)
                 last = index == len(self.pieces) - 1
-                yield SimpleNamespace(
-                    text=piece,
-                    token_ids=[index],
-                    finish_reason=self.finish_reason if last else None,
-                    output=self.output() if last else None,
+                yield StreamChunk(
+                    piece,
+                    [index],
+                    self.finish_reason if last else None,
+                    self.output() if last else None,
                 )
             self.finished += 1
         finally:
             self.closed += 1
 
-    def output(self) -> SimpleNamespace:
+    def output(self) -> GenerationOutput:
         count = len(self.pieces)
-        return SimpleNamespace(
+        return GenerationOutput(
             text="".join(self.pieces),
             token_ids=list(range(count)),
             prompt_token_ids=[7, 8],
             finish_reason=self.finish_reason,
-            usage=SimpleNamespace(prompt_tokens=2, completion_tokens=count, total_tokens=2 + count),
-            timing=SimpleNamespace(ttft_s=0.5, decode_s=1.5),
+            usage=Usage(2, count),
+            logprobs=None,
+            timing=Timing(ttft_s=0.5, decode_s=1.5),
         )
 
 

@@ -144,7 +144,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            preexec_fn=take_terminal,
+            preexec_fn=take_terminal,  # noqa: PLW1509 - no thread runs here
             cwd=HERE,
         )
         os.close(slave)

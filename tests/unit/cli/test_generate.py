@@ -60,11 +60,23 @@ def test_stats_count_decoding_without_the_first_token(layline: Any, loader: Any)
 
 
 def test_flags_reach_the_engine_and_the_sampler(layline: Any, loader: Any) -> None:
-    arguments = (
-        "--model m --device cpu --dtype float32 --threads 3 --max-model-len 99 --kv-memory 1.5G "
-        "--max-running 4 --max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 "
-        "--seed 42 --stop A --stop BB"
-    ).split()
+    flags = {
+        "--model": "m",
+        "--device": "cpu",
+        "--dtype": "float32",
+        "--threads": "3",
+        "--max-model-len": "99",
+        "--kv-memory": "1.5G",
+        "--max-running": "4",
+        "--max-tokens": "5",
+        "--temperature": "0.5",
+        "--top-p": "0.9",
+        "--top-k": "7",
+        "--min-p": "0.1",
+        "--seed": "42",
+    }
+    arguments = [part for pair in flags.items() for part in pair]
+    arguments += ["--stop", "A", "--stop", "BB"]
     assert layline("generate", "x", *arguments).status == 0
     assert loader.opened == [
         (

@@ -41,7 +41,7 @@ def test_a_mistake_imports_nothing_heavy() -> None:
 
 
 def test_import_layline_imports_nothing_heavy() -> None:
-    code = "import sys, layline; print([n for n in {!r} if n in sys.modules])".format(HEAVY)
+    code = f"import sys, layline; print([n for n in {HEAVY!r} if n in sys.modules])"
     assert python(code).stdout == "[]\n"
 
 

@@ -31,7 +31,7 @@ MISTAKES = {
     "max_tokens word": (["generate", "x", "--max-tokens", "many"], ["'many'", "whole", "is 1"]),
     "max_tokens 1.5": (["generate", "x", "--max-tokens", "1.5"], ["'1.5'", "whole", "is 1"]),
     "threads 0": (["generate", "x", "--threads", "0"], ["--threads 0", "from 1", "is 1"]),
-    "threads many": (["chat", "--threads", "9999"], ["9999", "to 4096", "is 4096"]),
+    "threads many": (["chat", "--threads", "9999"], ["9999", "to 1024", "is 1024"]),
     "device": (["generate", "x", "--device", "gpu"], ["'gpu'", "cpu, cuda", "nearest"]),
     "dtype": (["generate", "x", "--dtype", "bf16"], ["'bf16'", "bfloat16, float16", "nearest"]),
     "size unit": (["generate", "x", "--kv-memory", "12X"], ["'12X'", "K, M, G or T", "'512M'"]),

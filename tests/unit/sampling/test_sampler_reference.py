@@ -31,7 +31,7 @@ def random_logits(seed: int, vocab: int = VOCAB, spread: float = 3.0) -> torch.T
 
 def reference_probabilities(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
     """What transformers makes of a row, and the OpenAI formula for its two penalties."""
-    scores = logits[None].float()
+    scores = logits[None].clone()
     ids = torch.tensor([PROMPT + OUTPUT])
     steps: list[object] = []
     if params.logit_bias:

@@ -136,7 +136,7 @@ def test_a_row_with_nan_or_infinity_is_named(sampler, index, bad):
     logits = make_logits(3, 0)
     logits[1, 123] = bad
     rows = [make_row(0), make_row(index), make_row(5)]
-    with pytest.raises(RunError, match="row 1 of 3 has no token to sample.*NaN") as caught:
+    with pytest.raises(RunError, match=r"row 1 of 3 has no token to sample.*NaN") as caught:
         sampler.sample(logits, rows)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 3

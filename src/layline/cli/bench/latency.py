@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from layline.cli.options import DEFAULT_MODEL, MODEL_HELP, ComputeOptions
+from layline.cli.options import MODEL_HELP, ComputeOptions
 from layline.cli.output import note, write_json, write_line
 from layline.cli.session import chosen_model
 from layline.cli.values import choice_list, integer, integer_list
+from layline.config import DEFAULT_MODEL
 
 COMPETITORS = ("transformers", "llama.cpp")
 

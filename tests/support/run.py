@@ -1,0 +1,61 @@
+"""Drive the engine's parts the way its loop does, keeping every logit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layline.config import EngineConfig
+from layline.engine.blocks import BlockPool
+from layline.engine.core import Engine
+from layline.engine.kv import BLOCK_SIZE
+from layline.engine.model import LoadedModel, load_model
+from layline.engine.scheduler import Scheduler, StepPlan
+from layline.sampling import SamplingParams
+
+
+class Recorder:
+    """Stands in for the runner: runs the step and keeps the logits of all its rows."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._runner = loaded.runner
+        self.logits: dict[int, list[torch.Tensor]] = {}
+        self.plans: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> torch.Tensor:
+        hidden = self._runner.hidden_states(plan)
+        scores = self._runner.model.logits(hidden)
+        self.plans.append(plan)
+        last, row = [], 0
+        for entry in plan.entries:
+            rows = scores[row : row + entry.span.count]
+            self.logits.setdefault(entry.request.request_id, []).append(rows.float())
+            row += entry.span.count
+            if entry.samples:
+                last.append(row - 1)
+        return scores[last]
+
+
+def run_greedy(
+    config: EngineConfig, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> tuple[list[torch.Tensor], list[list[int]], Recorder]:
+    """Logits [prompt + new - 1, vocabulary] and generated ids of every prompt, run together."""
+    import dataclasses
+
+    loaded = load_model(config)
+    recorder = Recorder(loaded)
+    loaded = dataclasses.replace(loaded, runner=recorder)
+    scheduler = Scheduler(
+        BlockPool(loaded.num_blocks),
+        block_size=BLOCK_SIZE,
+        max_running=config.max_running,
+        prefill_tokens=config.prefill_tokens,
+    )
+    engine = Engine(loaded, scheduler)
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    logits = [torch.cat(recorder.logits[request.request_id]) for request in requests]
+    return logits, [request.output_ids for request in requests], recorder

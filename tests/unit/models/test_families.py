@@ -1,0 +1,162 @@
+"""Every family and rope variant against transformers: all logits, then greedy ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.run import run_greedy
+from support.tiny import VOCAB, save_tiny
+
+from layline.config import EngineConfig
+
+PROMPT_LENGTHS = (1, 5, 17, 30)
+NEW_TOKENS = 14
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 5000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.3,
+        "mscale_all_dim": 0.6,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "yarn-attention": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "attention_factor": 0.8,
+    },
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 6}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
+    "llama-wide-heads": ("Llama", {"head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-bias": ("Qwen3", {"attention_bias": True}),
+    "qwen3-window": (
+        "Qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    **{f"llama-rope-{name}": ("Llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
+    "qwen2-rope-yarn": ("Qwen2", {"rope_parameters": ROPES["yarn"]}),
+    "qwen3-rope-linear": ("Qwen3", {"rope_parameters": ROPES["linear"]}),
+}
+
+
+def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.inference_mode()
+def reference(model: Any, prompt: list[int], new_tokens: int) -> tuple[torch.Tensor, list[int]]:
+    """Logits of the prompt and of each greedy step, every step a full pass without a cache."""
+    ids = list(prompt)
+    logits = model(torch.tensor([ids])).logits[0]
+    rows = [logits]
+    for _ in range(new_tokens - 1):
+        ids.append(int(logits[-1].argmax()))
+        logits = model(torch.tensor([ids])).logits[0]
+        rows.append(logits[-1:])
+    ids.append(int(logits[-1].argmax()))
+    return torch.cat(rows), ids[len(prompt) :]
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
+    assert ours.shape == theirs.shape
+    error = (ours - theirs).abs().max() / theirs.abs().max()
+    assert error < tolerance, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("prefill_tokens", [2048, 8], ids=["whole", "chunked"])
+def test_logits_and_greedy_ids_match_transformers(
+    tmp_path: Path, case: str, prefill_tokens: int
+) -> None:
+    family, changes = CASES[case]
+    model = save_tiny(tmp_path, family, **changes)
+    prompts = prompts_of(PROMPT_LENGTHS)
+    config = EngineConfig(model=str(tmp_path), prefill_tokens=prefill_tokens, threads=1)
+    logits, ids, recorder = run_greedy(config, prompts, NEW_TOKENS)
+    assert any(len(plan.entries) == len(prompts) for plan in recorder.plans), "no common decode"
+    for prompt, ours, our_ids in zip(prompts, logits, ids, strict=True):
+        theirs, their_ids = reference(model, prompt, NEW_TOKENS)
+        assert_close(ours, theirs)
+        assert our_ids == their_ids
+
+
+def test_old_rope_spelling_is_the_same_model(tmp_path: Path) -> None:
+    """rope_theta beside rope_scaling with "type", as configurations before rope_parameters had."""
+    import json
+
+    model = save_tiny(tmp_path, "Llama", rope_parameters=ROPES["linear"])
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope["rope_theta"]
+    raw["rope_scaling"] = {"type": "linear", "factor": rope["factor"]}
+    path.write_text(json.dumps(raw))
+    prompt = prompts_of((9,))[0]
+    logits, _, _ = run_greedy(EngineConfig(model=str(tmp_path)), [prompt], 2)
+    assert_close(logits[0], reference(model, prompt, 2)[0])
+
+
+def test_dynamic_rope_scales_past_the_trained_context(tmp_path: Path) -> None:
+    """Beyond the stated context each step's length sets the base, as transformers does step by step.
+
+    transformers keeps rotated keys in its cache, so its cached decode is the reference here.
+    """
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+    model = save_tiny(tmp_path, "Llama", rope_parameters=rope, max_position_embeddings=16)
+    for length in (10, 25):
+        prompt = prompts_of((length,))[0]
+        logits, ids, _ = run_greedy(EngineConfig(model=str(tmp_path)), [prompt], 12)
+        fresh = save_tiny(
+            tmp_path / "again", "Llama", rope_parameters=rope, max_position_embeddings=16
+        )
+        rows, past, step = [], None, prompt
+        with torch.inference_mode():
+            for _ in range(12):
+                out = fresh(torch.tensor([step]), past_key_values=past, use_cache=True)
+                past, step = out.past_key_values, [int(out.logits[0, -1].argmax())]
+                rows.append(out.logits[0])
+        assert_close(logits[0], torch.cat(rows))
+        assert ids[0][-1] == step[0]
+    del model
