@@ -16,10 +16,14 @@ from layline.sampling import SamplingParams
 
 
 class Recorder:
-    """Stands in for the runner: runs the step and keeps the logits of all its rows."""
+    """Stands in for the runner: runs the step and keeps the logits of all its rows.
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    ``forced`` holds, for each request, the ids to continue with whatever the logits say.
+    """
+
+    def __init__(self, loaded: LoadedModel, forced: Sequence[Sequence[int]] = ()) -> None:
         self._runner = loaded.runner
+        self._forced = [list(ids) for ids in forced]
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.plans: list[StepPlan] = []
 
@@ -33,18 +37,24 @@ class Recorder:
             self.logits.setdefault(entry.request.request_id, []).append(rows.float())
             row += entry.span.count
             if entry.samples:
-                last.append(row - 1)
-        return scores[last]
+                last.append(scores[row - 1].clone())
+                if self._forced:
+                    following = self._forced[entry.request.request_id].pop(0)
+                    last[-1].zero_()[following] = 1.0
+        return torch.stack(last) if last else scores[:0]
 
 
 def run_greedy(
-    config: EngineConfig, prompts: Sequence[Sequence[int]], new_tokens: int
+    config: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    forced: Sequence[Sequence[int]] = (),
 ) -> tuple[list[torch.Tensor], list[list[int]], Recorder]:
     """Logits [prompt + new - 1, vocabulary] and generated ids of every prompt, run together."""
     import dataclasses
 
     loaded = load_model(config)
-    recorder = Recorder(loaded)
+    recorder = Recorder(loaded, forced)
     loaded = dataclasses.replace(loaded, runner=recorder)
     scheduler = Scheduler(
         BlockPool(loaded.num_blocks),

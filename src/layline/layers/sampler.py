@@ -218,13 +218,12 @@ def _logprob_reader(
     for position, (i, _) in enumerate(wanted):
         if rows[i].valid_vocab < raw.shape[1]:
             logits[position, rows[i].valid_vocab :] = -torch.inf
-    logprobs = torch.log_softmax(logits, dim=-1)
+    log_total = sampling_device.log_total(logits)
     # A row without a token raises when it is read; until then any valid position will do.
-    chosen = logprobs.gather(1, token_ids[index].clamp_min(0).unsqueeze(1))
+    chosen = logits.gather(1, token_ids[index].clamp_min(0).unsqueeze(1)) - log_total
     most = min(max(top for _, top in wanted), raw.shape[1])
-    # Ranked by logit: the subtraction in log-softmax may round different logits together.
-    _, top_ids = sampling_device.best(logits, most)
-    top_values = logprobs.gather(1, top_ids)
+    top_logits, top_ids = sampling_device.best(logits, most)
+    top_values = top_logits - log_total
 
     def read() -> list[TokenLogprobs | None]:
         result: list[TokenLogprobs | None] = [None] * len(rows)

@@ -1,4 +1,8 @@
-"""The vocabulary of a Hugging Face model directory."""
+"""The vocabulary of a Hugging Face model directory.
+
+What is added around a text is what the post-processor in tokenizer.json says; transformers, too,
+ignores add_bos_token and add_eos_token in tokenizer_config.json when that file exists.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from layline.errors import CorruptFileError, UnsupportedFormatError
 from layline.text.vocabulary import TokenBytes, Vocabulary, decoding_of
@@ -56,8 +60,6 @@ def read_directory(
     _mark_special(backend, names, settings)
     ids = {name: backend.token_to_id(text) for name, text in names.items()}
     bos_id = ids.get("bos_token") if "bos_token" in settings else stated_bos
-    if serialized is not None:
-        _add_bos_and_eos(backend, settings, names, ids)
     added = backend.get_added_tokens_decoder()
     decoding = decoding_of(backend)
     eos_id = ids.get("eos_token")
@@ -222,42 +224,6 @@ def _extra_special(settings: Mapping[str, Any]) -> Iterator[str]:
         for value in values if isinstance(values, list) else []:
             if (text := _content(value)) is not None:
                 yield text
-
-
-def _add_bos_and_eos(
-    backend: tokenizers.Tokenizer,
-    settings: Mapping[str, Any],
-    names: Mapping[str, str],
-    ids: Mapping[str, int | None],
-) -> None:
-    """Follow add_bos_token and add_eos_token where the configuration states either.
-
-    Unstated, tokenizer.json's own post-processor decides, as in transformers.
-    """
-    if not {"add_bos_token", "add_eos_token"} & settings.keys():
-        return
-    wanted = [
-        name
-        for name in ("bos_token", "eos_token")
-        if settings.get(f"add_{name}") and ids.get(name) is not None
-    ]
-    backend.post_processor = around_text(
-        {name: (names[name], token_id) for name in wanted if (token_id := ids[name]) is not None}
-    )
-
-
-def around_text(tokens: Mapping[str, tuple[str, int]]) -> processors.TemplateProcessing:
-    """A post-processor that puts ``tokens["bos_token"]`` before and "eos_token" after a text."""
-    before = ["bos_token"] if "bos_token" in tokens else []
-    after = ["eos_token"] if "eos_token" in tokens else []
-    return processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *before, "$B", *after],
-        special_tokens=[
-            {"id": name, "ids": [token_id], "tokens": [text]}
-            for name, (text, token_id) in tokens.items()
-        ],
-    )
 
 
 def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from layline.errors import CorruptFileError, UnsupportedFormatError, nearest
-from layline.text.directory_vocab import around_text
 from layline.text.pretokenize import RULES, pre_tokenizer
 from layline.text.vocabulary import SPACE_MARK, Decoding, TokenBytes, Vocabulary
 
@@ -245,7 +244,7 @@ class _Reader:
             "bos_token": self.get("add_bos_token", adds_bos),
             "eos_token": self.get("add_eos_token", False),
         }
-        backend.post_processor = around_text(
+        backend.post_processor = _around_text(
             {
                 name: (self.tokens[token_id], token_id)
                 for name, adds in wanted.items()
@@ -267,3 +266,17 @@ class _Reader:
             if key.startswith(prefix) and isinstance(source := self.metadata[key], str):
                 templates[key.removeprefix(prefix)] = source
         return templates
+
+
+def _around_text(tokens: Mapping[str, tuple[str, int]]) -> processors.TemplateProcessing:
+    """A post-processor that puts ``tokens["bos_token"]`` before and "eos_token" after a text."""
+    before = ["bos_token"] if "bos_token" in tokens else []
+    after = ["eos_token"] if "eos_token" in tokens else []
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B", *after],
+        special_tokens=[
+            {"id": name, "ids": [token_id], "tokens": [text]}
+            for name, (text, token_id) in tokens.items()
+        ],
+    )

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from layline.errors import CorruptFileError, TensorError, UnsupportedFormatError, nearest
 from layline.weights.checkpoint import TensorInfo, VocabularySource
 from layline.weights.gguf_file import GGUFFile, GGUFTensor, read_encodings, shorten
@@ -142,6 +140,7 @@ class GGUFCheckpoint:
 
     def _raw(self, stored: GGUFTensor) -> torch.Tensor:
         """The tensor's bytes, uint8 [bytes], as a view of the mapped file."""
+        import numpy as np
         import torch
 
         if self._bytes is None:
@@ -150,8 +149,8 @@ class GGUFCheckpoint:
             with warnings.catch_warnings():
                 # torch warns that the map is read-only, which is what protects the file.
                 warnings.simplefilter("ignore", UserWarning)
-                # Through NumPy, which keeps the map's buffer exported: torch alone lets close() unmap
-                # the file under tensors that still view it.
+                # NumPy keeps the map's buffer exported; torch alone would let close() unmap the
+                # file under tensors that still view it.
                 self._bytes = torch.from_numpy(np.frombuffer(self._file.map, dtype=np.uint8))
         return self._bytes[stored.start : stored.start + stored.nbytes]
 

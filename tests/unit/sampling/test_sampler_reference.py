@@ -108,7 +108,7 @@ def test_each_parameter_gives_the_distribution_of_transformers(probe, values):
 
 
 CHOICES = {
-    "temperature": [0.7, 1.4],
+    "temperature": [0.7],
     "top_k": [0, 12],
     "top_p": [1.0, 0.85],
     "min_p": [0.0, 0.05],

@@ -84,7 +84,8 @@ def latency(
     reasons = {engine: absent(engine, settings.path) for engine in against}
     missing = {engine: why for engine, why in reasons.items() if why is not None}
     present = ["layline", *(engine for engine in against if engine not in missing)]
-    data = as_data(settings, measure(settings, present, progress), missing)
+    samples, failed = measure(settings, present, progress)
+    data = as_data(settings, samples, missing | failed)
     if options.json:
         write_json(data)
     else:

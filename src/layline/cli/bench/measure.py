@@ -63,20 +63,37 @@ class Samples:
 
 def measure(
     settings: Settings, engines: list[str], progress: Callable[[str], None]
-) -> dict[str, Samples]:
-    """Measure ``engines``. One engine works at a time; they take turns within each repeat.
+) -> tuple[dict[str, Samples], dict[str, str]]:
+    """Measure ``engines``; returns the samples, and why an engine that failed has none.
 
-    Machines drift while a benchmark runs. Turns spread that over the engines evenly, which runs
-    of one engine after the other would not.
+    One engine works at a time, and they take turns within each repeat: machines drift while a
+    benchmark runs, and turns spread that over the engines evenly. Raises RunError when Layline
+    fails, or when another engine does after it has answered once.
     """
     samples = {engine: Samples() for engine in engines}
+    failed: dict[str, str] = {}
     for repeat in range(settings.repeats):
-        for engine in engines:
+        for engine in list(samples):
             progress(f"first token {repeat + 1}/{settings.repeats}: {engine}")
-            seconds, peak = first_token(settings, engine)
+            try:
+                seconds, peak = first_token(settings, engine)
+            except RunError as error:
+                if engine == "layline" or repeat > 0:
+                    raise
+                failed[engine] = str(error)
+                del samples[engine]
+                continue
             samples[engine].add("first_token_s", seconds)
             samples[engine].add("peak_memory_bytes", peak)
-    with workers(engines) as running:
+    rounds(settings, samples, progress)
+    return samples, failed
+
+
+def rounds(
+    settings: Settings, samples: dict[str, Samples], progress: Callable[[str], None]
+) -> None:
+    """Measure prefill and decode of every engine in ``samples``, all loaded at the same time."""
+    with workers(list(samples)) as running:
         vocab_size = start(settings, running, samples, progress)
         # Every call gets a prompt of its own, so that no engine can reuse cached keys and values.
         tokens = random.Random(0)
@@ -93,7 +110,6 @@ def measure(
                 one_round(settings, worker, prompts, into)
         for engine, worker in running.items():
             samples[engine].add("loaded_peak_memory_bytes", worker.ask(op="memory")["peak_bytes"])
-    return samples
 
 
 def start(
