@@ -44,6 +44,15 @@ class Recorder:
         return torch.stack(last) if last else scores[:0]
 
 
+@torch.inference_mode()
+def poison_unused_slots(loaded: LoadedModel) -> None:
+    """Fill every cache row that no token has written with NaN; block 0 is the padding's, zero."""
+    for layer in loaded.runner.model.layers:
+        assert layer.self_attn.cache is not None
+        assert not layer.self_attn.cache[:BLOCK_SIZE].any()
+        layer.self_attn.cache[BLOCK_SIZE:].fill_(float("nan"))
+
+
 def run_greedy(
     config: EngineConfig,
     prompts: Sequence[Sequence[int]],
@@ -54,6 +63,7 @@ def run_greedy(
     import dataclasses
 
     loaded = load_model(config)
+    poison_unused_slots(loaded)
     recorder = Recorder(loaded, forced)
     loaded = dataclasses.replace(loaded, runner=recorder)
     scheduler = Scheduler(

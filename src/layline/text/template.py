@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layline.errors import PromptError
+from layline.text.limits import Limits
 
 if TYPE_CHECKING:
     from layline.text.sandbox import ChatEnvironment
@@ -20,11 +21,18 @@ class ChatTemplate:
         sources: template source by name; "tool_use" is taken when tools are given and it exists,
             otherwise "default".
         names: what templates know as ``bos_token``, ``eos_token`` and so on.
+        limits: what one rendering may use.
     """
 
-    def __init__(self, sources: Mapping[str, str], names: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        names: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         self.sources = dict(sources)
         self.names = dict(names or {})
+        self._limits = limits or Limits()
         self._environment: ChatEnvironment | None = None
         self._prepared: dict[str, Any] = {}
 
@@ -76,7 +84,7 @@ class ChatTemplate:
 
         try:
             if self._environment is None:
-                self._environment = ChatEnvironment()
+                self._environment = ChatEnvironment(self._limits)
             if name not in self._prepared:
                 self._prepared[name] = self._environment.prepare(self.sources[name])
             return self._environment.render(self._prepared[name], variables)

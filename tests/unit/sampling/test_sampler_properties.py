@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -70,6 +71,12 @@ def test_top_p_keeps_the_fewest_first_ids_that_reach_it(probe, values, top_p, te
     )
     first = order[:count]
     assert {i for i in first if share[i] / share[first].sum() > 4e-3} <= found <= set(first)
+
+
+@pytest.mark.parametrize(("top_p", "count"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (1, 4)])
+def test_top_p_reached_exactly_is_reached(probe, top_p, count):
+    # Four equal ids: the sums are exact, so nothing may hide behind rounding.
+    assert probe.support(torch.zeros(4), SamplingParams(top_p=top_p)) == set(range(count))
 
 
 @checked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from layline.errors import PromptError
+from layline.text.limits import Limits
 from layline.text.template import ChatTemplate
 
 CHATML = """\
@@ -67,7 +69,8 @@ TOOLS = """\
     {%- for tool in message.tool_calls or [] %}{{ call(tool.function) }}{% endfor -%}
     {%- if message.role == 'stop' %}{% break %}{% endif -%}
 {%- endfor -%}
-{{- '|' + seen.last }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{{- '|' + seen.last }}
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
 """
 
 ALTERNATING = """\
@@ -243,7 +246,8 @@ HARMFUL = {
     "namespace made in disguise": "{{ namespace(_x=1) }}",
     "other files": "{% include '/etc/passwd' %}",
     "long range": "{% for i in range(10**9) %}{% endfor %}",
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "nested loops": "{% for i in range(99999) %}"
+    "{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "nested loops over a string": "{% set s = 'x' * 90000 %}"
     "{% for i in s %}{% for j in s %}{{ '' }}{% endfor %}{% endfor %}",
     "doubling macros": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
@@ -259,7 +263,7 @@ HARMFUL = {
     "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "doubling list": "{% set n = namespace(s=[1]) %}"
     "{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
-    "large power": "{{ 9 ** 9 ** 9 }}",
+    "large power": "{{ 9 ** (9 ** 9) }}",
     "doubling number": "{% set n = namespace(x=9) %}"
     "{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
     "wide field": "{{ '%9999999999d' % 1 }}",
@@ -295,8 +299,9 @@ HARMFUL = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", sorted(HARMFUL))
 def test_harmful_template(name: str) -> None:
+    ours = ChatTemplate({"default": HARMFUL[name]}, limits=Limits(passes=20_000))
     with pytest.raises(PromptError, match="the chat template") as caught:
-        ChatTemplate({"default": HARMFUL[name]}).render([USER])
+        ours.render([USER])
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
     assert caught.value.__cause__ is None
@@ -315,8 +320,28 @@ def test_large_but_honest() -> None:
     assert replaced.render(messages).count("<word>") == 50_000
 
 
-def test_threads_share_a_template() -> None:
-    """Each rendering counts for itself: together these pass the bound, alone they do not."""
-    source = "{% for i in range(90000) %}{% endfor %}" * 6 + "done"
-    ours = ChatTemplate({"default": source})
+def test_each_rendering_counts_for_itself() -> None:
+    """Three renderings together pass the bound, one alone does not."""
+    source = "{% for i in range(600) %}{% endfor %}done"
+    ours = ChatTemplate({"default": source}, limits=Limits(passes=1000))
     assert [ours.render([USER]) for _ in range(3)] == ["done"] * 3
+    with pytest.raises(PromptError, match="more than 1000 loop passes"):
+        ChatTemplate({"default": source * 2}, limits=Limits(passes=1000)).render([USER])
+
+
+def test_time_is_bounded() -> None:
+    ours = ChatTemplate({"default": HARMFUL["nested loops"]}, limits=Limits(seconds=0.05))
+    with pytest.raises(PromptError, match=r"longer than 0\.05 seconds"):
+        ours.render([USER])
+
+
+def test_memory_stays_small() -> None:
+    """Refused before anything large is made, not after."""
+    tracemalloc.start()
+    try:
+        for name in ("long string", "wide format", "replacement", "joining", "wide time"):
+            with pytest.raises(PromptError):
+                ChatTemplate({"default": HARMFUL[name]}).render([USER])
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,232 @@
+"""The offline interface on tiny models: batches, streams, stops, seeds, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny import CONTEXT, VOCAB, save_tiny
+
+from layline import LLM, SamplingParams
+from layline.errors import (
+    ModelNotFoundError,
+    PromptError,
+    SamplingError,
+    UnsupportedModelError,
+    UsageError,
+)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[5, 9, 11], [7] * 20, [3], [44, 2, 8, 100, 17, 61]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny(path, "Llama")
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> LLM:
+    return LLM(str(directory), threads=1)
+
+
+def free_blocks(llm: LLM) -> tuple[int, int]:
+    pool = llm._engine._scheduler._pool
+    return pool.num_free, pool.capacity
+
+
+def test_a_batch_gives_what_each_prompt_gives_alone(llm: LLM) -> None:
+    together = llm.generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, together, strict=True):
+        (alone,) = llm.generate([prompt], GREEDY)
+        assert alone.token_ids == output.token_ids
+        assert output.prompt_token_ids == prompt
+        assert output.finish_reason == "length"
+        assert output.usage.as_dict() == {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": 12,
+            "total_tokens": len(prompt) + 12,
+        }
+    assert free_blocks(llm)[0] == free_blocks(llm)[1]
+
+
+def test_one_prompt_as_text_or_ids(llm: LLM) -> None:
+    by_text = llm.generate("w2 w6 w8", GREEDY)
+    by_ids = llm.generate([5, 9, 11], GREEDY)
+    assert len(by_text) == len(by_ids) == 1
+    assert by_text[0].prompt_token_ids == [5, 9, 11]
+    assert by_text[0].text == by_ids[0].text
+    assert llm.generate([], GREEDY) == []
+
+
+def test_more_prompts_than_run_at_once(directory: Path) -> None:
+    few = LLM(str(directory), threads=1, max_running=2)
+    outputs = few.generate(PROMPTS * 2, GREEDY)
+    assert [o.token_ids for o in outputs[:4]] == [o.token_ids for o in outputs[4:]]
+    assert all(len(output.token_ids) == 12 for output in outputs)
+
+
+def test_streaming_gives_the_same_text_in_pieces(llm: LLM) -> None:
+    (whole,) = llm.generate([PROMPTS[0]], GREEDY)
+    chunks = list(llm.stream(PROMPTS[0], GREEDY))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    last = chunks[-1].output
+    assert last is not None
+    assert last.text == whole.text
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[1], GREEDY)
+    next(stream)
+    assert free_blocks(llm)[0] < free_blocks(llm)[1]
+    stream.close()
+    assert free_blocks(llm)[0] == free_blocks(llm)[1]
+    assert llm.generate([PROMPTS[0]], GREEDY)[0].finish_reason == "length"
+
+
+def test_a_stop_string_cuts_the_text_and_ends_the_request(llm: LLM) -> None:
+    (whole,) = llm.generate([PROMPTS[0]], GREEDY)
+    words = whole.text
+    stop = words[len(words) // 2 : len(words) // 2 + 3]
+    cut = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(stop,))
+    chunks = list(llm.stream(PROMPTS[0], cut))
+    output = chunks[-1].output
+    assert output is not None
+    assert output.finish_reason == "stop"
+    assert output.text == words[: words.index(stop)]
+    assert "".join(chunk.text for chunk in chunks) == output.text
+    assert whole.token_ids[: len(output.token_ids)] == output.token_ids
+
+
+def test_stop_ids_and_end_of_sequence(llm: LLM) -> None:
+    (whole,) = llm.generate([PROMPTS[0]], GREEDY)
+    stop_id = whole.token_ids[4]
+    first = whole.token_ids.index(stop_id)
+    params = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=(stop_id,))
+    (output,) = llm.generate([PROMPTS[0]], params)
+    assert output.finish_reason == "stop"
+    assert output.token_ids == whole.token_ids[: first + 1]
+    biased = SamplingParams(temperature=0.0, max_tokens=12, logit_bias={2: 100.0})
+    (ended,) = llm.generate([PROMPTS[0]], biased)
+    assert ended.token_ids == [2]
+    assert (ended.text, ended.finish_reason) == ("", "stop")
+    late = SamplingParams(temperature=0.0, max_tokens=12, logit_bias={2: 100.0}, min_tokens=5)
+    assert len(llm.generate([PROMPTS[0]], late)[0].token_ids) == 6
+
+
+def test_a_seeded_draw_ignores_batch_mates_and_position(llm: LLM) -> None:
+    drawn = SamplingParams(temperature=1.5, max_tokens=10, seed=1234, ignore_eos=True)
+    other = SamplingParams(temperature=0.7, max_tokens=10, seed=9, top_k=5, ignore_eos=True)
+    (alone,) = llm.generate([PROMPTS[0]], drawn)
+    for position in range(3):
+        prompts = [PROMPTS[1], PROMPTS[2]]
+        params = [other, other]
+        prompts.insert(position, PROMPTS[0])
+        params.insert(position, drawn)
+        assert llm.generate(prompts, params)[position].token_ids == alone.token_ids
+    again = SamplingParams(temperature=1.5, max_tokens=10, seed=1235, ignore_eos=True)
+    assert llm.generate([PROMPTS[0]], again)[0].token_ids != alone.token_ids
+
+
+def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, ignore_eos=True)
+    (output,) = llm.generate([PROMPTS[0]], params)
+    assert output.logprobs is not None
+    assert [entry.token_id for entry in output.logprobs] == output.token_ids
+    for entry in output.logprobs:
+        assert len(entry.top) == 3
+        assert entry.top[0] == (entry.token_id, entry.logprob)
+    assert llm.generate([PROMPTS[0]], GREEDY)[0].logprobs is None
+
+
+def test_generation_stops_where_the_context_ends(llm: LLM) -> None:
+    (output,) = llm.generate([[5] * (CONTEXT - 3)], SamplingParams(temperature=0, ignore_eos=True))
+    assert len(output.token_ids) == 3
+    assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([], "the prompt is empty"),
+        ("", "the prompt is empty"),
+        ([5] * CONTEXT, f"has {CONTEXT} tokens; expected at most {CONTEXT - 1}"),
+        ([5, VOCAB], f"token id {VOCAB} is not in the vocabulary"),
+        ([5, -1], "token id -1 is not in the vocabulary"),
+    ],
+)
+def test_bad_prompts(llm: LLM, prompt: object, text: str) -> None:
+    with pytest.raises(PromptError, match=text):
+        llm.generate([prompt], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(PromptError, match=text):
+        llm.stream(prompt, GREEDY)  # type: ignore[arg-type]
+    assert free_blocks(llm)[0] == free_blocks(llm)[1]
+
+
+def test_one_bad_prompt_leaves_nothing_running(llm: LLM) -> None:
+    with pytest.raises(PromptError):
+        llm.generate([PROMPTS[0], []], GREEDY)
+    assert not llm._engine.has_work
+    assert free_blocks(llm)[0] == free_blocks(llm)[1]
+
+
+def test_chat_needs_a_template(llm: LLM) -> None:
+    with pytest.raises(PromptError, match="chat template"):
+        llm.chat([{"role": "user", "content": "hello"}])
+
+
+def test_flags_are_checked(directory: Path) -> None:
+    with pytest.raises(UsageError, match="keyword 'max_runing' is not one of .* 'max_running'"):
+        LLM(str(directory), max_runing=3)
+    with pytest.raises(UsageError, match="dtype 'bf16' is not one of"):
+        LLM(str(directory), dtype="bf16")
+    with pytest.raises(UsageError, match="threads 0 must be a positive integer"):
+        LLM(str(directory), threads=0)
+    with pytest.raises(UsageError, match="max_model_len 65 is beyond"):
+        LLM(str(directory), max_model_len=CONTEXT + 1)
+    with pytest.raises(UsageError, match="kv_memory 1024 holds 0 tokens"):
+        LLM(str(directory), kv_memory=1024)
+    with pytest.raises(UsageError, match="kv_memory 'lots' is not a size"):
+        LLM(str(directory), kv_memory="lots")
+    with pytest.raises(ModelNotFoundError):
+        LLM("no-such-model")
+    with pytest.raises(SamplingError, match="max_tokens"):
+        SamplingParams(max_tokens=0)
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="0 CUDA devices"):
+            LLM(str(directory), device="cuda")
+
+
+def test_an_unknown_architecture_says_which_are_known(directory: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    shutil.copytree(directory, tmp_path / "odd")
+    config = tmp_path / "odd" / "config.json"
+    raw = json.loads(config.read_text())
+    config.write_text(json.dumps({**raw, "architectures": ["LlamaForCausalLLM"]}))
+    with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM; did you mean 'LlamaFor"):
+        LLM(str(tmp_path / "odd"))
+
+
+def test_ids_beyond_the_tokenizer_are_never_sampled(tmp_path: Path) -> None:
+    """The embedding has more rows than the tokenizer has ids; those rows are made to win."""
+    from support.tiny import tiny_model, tiny_tokenizer
+
+    model = tiny_model("Llama")
+    with torch.no_grad():
+        model.lm_head.weight[150:] *= 50
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer(tmp_path, vocab_size=150)
+    llm = LLM(str(tmp_path), threads=1)
+    for temperature in (0.0, 2.0):
+        params = SamplingParams(temperature=temperature, max_tokens=30, seed=1, ignore_eos=True)
+        (output,) = llm.generate([[5, 9, 11]], params)
+        assert len(output.token_ids) == 30
+        assert max(output.token_ids) < 150
