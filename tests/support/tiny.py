@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ def save_tiny(directory: Path, family: str, seed: int = 0, **changes: Any) -> An
     shard_size = changes.pop("max_shard_size", "50MB")
     dtype = changes.pop("save_dtype", torch.float32)
     model = tiny_model(family, seed, **changes)
-    model.to(dtype).save_pretrained(directory, max_shard_size=shard_size)
+    round_parameters(model, dtype)
+    copy.deepcopy(model).to(dtype).save_pretrained(directory, max_shard_size=shard_size)
     tiny_tokenizer(directory)
-    return model.float()
+    return model
+
+
+def round_parameters(model: Any, dtype: torch.dtype) -> None:
+    """Give parameters values that ``dtype`` can hold; buffers (rope's frequencies) stay exact."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype).float()

@@ -67,7 +67,7 @@ class FakeHub:
                 continue
             blob = blobs / hashlib.sha256(content).hexdigest()
             if not blob.exists():
-                blob.write_bytes(content[:-1] + b"?" if name == self.damage else content)
+                blob.write_bytes(content[:-1] + b"!" if name == self.damage else content)
             if not (folder / name).is_symlink():
                 (folder / name).symlink_to(blob)
         return str(folder)
@@ -132,7 +132,7 @@ def test_damage_in_the_cache_is_found_and_repaired(hub: FakeHub, root: Path) -> 
     with pytest.raises(CorruptFileError, match=r"model.safetensors: .*run `layline pull org/name`"):
         open_checkpoint("org/name")
     assert (pull("org/name") / "model.safetensors").read_bytes() == good
-    path.resolve().write_bytes(good[:-1] + b"?")  # the same size: found by its checksum
+    path.resolve().write_bytes(good[:-1] + b"!")  # the same size: found by its checksum
     assert (pull("org/name") / "model.safetensors").read_bytes() == good
 
 

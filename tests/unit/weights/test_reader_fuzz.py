@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from functools import cache
@@ -67,19 +68,23 @@ def damaged(draw: st.DrawFn, source: Callable[[], bytes], header: int) -> bytes:
     return bytes(raw[:end]) + draw(st.binary(max_size=8))
 
 
+def check_message(error: Exception) -> None:
+    assert "\n" not in str(error)
+    assert len(str(error)) < 600
+
+
 def read_everything(model: Path) -> None:
     """Open and read every tensor; only documented errors may come out."""
     try:
         checkpoint = open_checkpoint(model)
     except (CheckpointError, UsageError) as error:
-        assert "\n" not in str(error)
-        assert len(str(error)) < 600
+        check_message(error)
         return
     for name, info in checkpoint.infos().items():
         try:
             value = checkpoint.read(name)
         except (CheckpointError, UsageError) as error:
-            assert "\n" not in str(error)
+            check_message(error)
             continue
         if isinstance(value, QuantizedTensor):
             value = value.dequantize(torch.float32).view(info.shape)
@@ -139,8 +144,6 @@ JSON = st.recursive(
     st.binary(max_size=20),
 )
 def test_odd_index(weight_map: object, tail: bytes) -> None:
-    import json
-
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text("{}")
         (Path(folder) / "model.safetensors").write_bytes(valid_safetensors())
@@ -152,8 +155,6 @@ def test_odd_index(weight_map: object, tail: bytes) -> None:
 @SETTINGS
 @given(st.dictionaries(st.sampled_from(["a.weight", "b", "c", "\n"]), JSON, max_size=3))
 def test_odd_safetensors_header(header: object) -> None:
-    import json
-
     text_bytes = json.dumps(header).encode()
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text("{}")

@@ -73,7 +73,7 @@ def as_table(data: dict[str, Any]) -> str:
             lines.append(f"{name}: {engine['status']}")
     for name, found in data["ratios"].items():
         parts = [f"{label(m)} {value:.2f}" for m, value in found.items() if value is not None]
-        lines += ["", f"times {name} (above 1: layline is better): " + ", ".join(parts)]
+        lines += ["", f"times {name} (above 1: layline is better): " + "; ".join(parts)]
     return "\n".join(line.rstrip() for line in lines)
 
 
