@@ -44,7 +44,7 @@ install_torch() {
   if [ -n "${LAYLINE_TORCH_INDEX:-}" ]; then
     printf 'setup: installing %s from LAYLINE_TORCH_INDEX\n' "$pin"
     # Only torch comes from there; what it needs is resolved with everything else below.
-    "$venv/bin/pip" install --no-deps --index-url "$LAYLINE_TORCH_INDEX" "$pin"
+    "$venv/bin/pip" install --disable-pip-version-check --no-deps --index-url "$LAYLINE_TORCH_INDEX" "$pin"
   elif [ ! -e /dev/nvidiactl ]; then
     "$venv/bin/python" tools/torch_size.py "${pin#torch==}"
   fi
@@ -69,8 +69,10 @@ main() {
   [ -x "$venv/bin/pip" ] || make_venv
   has_torch || install_torch
   printf 'setup: installing layline%s\n' "$extra"
-  "$venv/bin/pip" install --quiet --disable-pip-version-check --progress-bar on \
-    -c constraints.txt -e ".$extra"
+  # A person wants to see the downloads move; a log only wants the errors.
+  local verbosity=-qq
+  if [ -t 1 ]; then verbosity=--progress-bar=on; fi
+  "$venv/bin/pip" install "$verbosity" --disable-pip-version-check -c constraints.txt -e ".$extra"
   printf '%s\n' "$want" >"$stamp"
 }
 

@@ -25,14 +25,19 @@ def doctor(
             write_line(f"  {line}")
 
 
-def section_lines(section: Any) -> list[str]:
-    """A section of the inventory as aligned lines."""
-    if isinstance(section, list):
-        return [line for entry in section for line in section_lines(entry)] or ["none"]
-    if not isinstance(section, dict):
-        return [shown(section)]
-    width = max((len(str(name)) for name in section), default=0)
-    return [f"{name:<{width}}  {shown(value)}" for name, value in section.items()] or ["none"]
+def section_lines(section: dict[str, Any]) -> list[str]:
+    """A section of the inventory as aligned lines; the entries of a list get one each."""
+    width = max((len(name) for name in section), default=0)
+    lines = []
+    for name, value in section.items():
+        entries = value if isinstance(value, list) and value else [value]
+        if not isinstance(entries[0], dict):
+            entries = [value]
+        names = [name] + [""] * (len(entries) - 1)
+        lines += [
+            f"{title:<{width}}  {shown(entry)}" for title, entry in zip(names, entries, strict=True)
+        ]
+    return lines or ["none"]
 
 
 def shown(value: Any) -> str:
@@ -44,5 +49,5 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(shown(item) for item in value) or "none"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {shown(item)}" for name, item in value.items())
+        return " · ".join(f"{name} {shown(item)}" for name, item in value.items())
     return str(value)

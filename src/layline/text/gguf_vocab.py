@@ -8,7 +8,7 @@ score merge first, and characters without a token fall back to byte tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,10 @@ class _Reader:
             backend=backend,
             size=self._size(),
             pieces=TokenBytes(
-                self._text, decoding, {i: self.tokens[i] for i in [*special, *user_defined]}, str
+                _text_of(self.tokens, frozenset(self.of_type(_UNUSED))),
+                decoding,
+                {i: self.tokens[i] for i in [*special, *user_defined]},
+                str,
             ),
             decoding=decoding,
             bos_id=named["bos_token"],
@@ -137,11 +140,6 @@ class _Reader:
             names=names,
             templates=self._templates(),
         )
-
-    def _text(self, token_id: int) -> str | None:
-        if token_id >= len(self.tokens) or self.types[token_id] == _UNUSED:
-            return None
-        return self.tokens[token_id]
 
     def _size(self) -> int:
         """Unused entries at the end are padding of the embedding, not tokens."""
@@ -266,6 +264,17 @@ class _Reader:
             if key.startswith(prefix) and isinstance(source := self.metadata[key], str):
                 templates[key.removeprefix(prefix)] = source
         return templates
+
+
+def _text_of(tokens: Sequence[str], unused: frozenset[int]) -> Callable[[int], str | None]:
+    """A look-up that keeps the tokens alive and nothing else of the file."""
+
+    def text_of(token_id: int) -> str | None:
+        if token_id >= len(tokens) or token_id in unused:
+            return None
+        return tokens[token_id]
+
+    return text_of
 
 
 def _around_text(tokens: Mapping[str, tuple[str, int]]) -> processors.TemplateProcessing:

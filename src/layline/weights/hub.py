@@ -64,22 +64,21 @@ def pull_repository(
     lock = root / "locks" / f"{repository.replace('/', '--')}.lock"
     with held_lock(lock, f"pull of {repository}", _LOCK_TIMEOUT):
         record = read_record(record_path)
-        if record is not None and revision in (None, record["commit"], record.get("revision")):
-            folder = snapshot_folder(repository, record["commit"], root)
-            if revision in (None, record["commit"]) or offline:
-                if not _remove_damaged(folder, record["files"], record.get("sha256", {})):
-                    total = sum(record["files"].values())
-                    progress(total, total)
-                    return folder
-                revision = record["commit"]
+        wanted = revision
+        if record is not None and (
+            revision in (None, record["commit"]) or (offline and revision == record.get("revision"))
+        ):
+            wanted = record["commit"]
+            folder = snapshot_folder(repository, wanted, root)
+            if not _remove_damaged(folder, record["files"], record.get("sha256", {})):
+                total = sum(record["files"].values())
+                progress(total, total)
+                return folder
         if offline:
             raise PullError(
-                f"{repository}{f' at {revision}' if revision else ''} is not complete in {root} "
+                f"{repository}{f' at {wanted}' if wanted else ''} is not complete in {root} "
                 "and may not be downloaded (offline)"
             )
-        wanted = revision
-        if wanted is None and record is not None:
-            wanted = record["commit"]
         remote = _describe(repository, wanted)
         folder = _download(repository, remote, root, progress)
         if damaged := _remove_damaged(folder, remote.sizes, remote.checksums):
@@ -89,7 +88,7 @@ def pull_repository(
             )
         fresh = {
             "repository": repository,
-            "revision": revision or "main",
+            "revision": revision or (record or {}).get("revision", "main"),
             "commit": remote.commit,
             "files": dict(remote.sizes),
             "sha256": dict(remote.checksums),

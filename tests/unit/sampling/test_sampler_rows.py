@@ -111,6 +111,9 @@ def test_history_taken_token_by_token_equals_history_taken_at_once(sampler):
     at_once = RowState(params, seed=0, valid_vocab=VOCAB, prompt_ids=prompt, output_ids=output)
     logits = make_logits(40, 1)
     for state in (grown, at_once):
+        assert state.seen is not None
+        counts = dict(zip(state.seen.ids.tolist(), state.seen.counts.tolist(), strict=True))
+        assert counts == {token_id: output.count(token_id) for token_id in {*prompt, *output}}
         edited = logits.clone()
         for token_id in {*prompt, *output}:
             column = edited[:, token_id]
@@ -179,11 +182,11 @@ def test_rows_may_differ_in_vocabulary_and_columns_past_it_do_not_exist(sampler)
 
 
 def test_equal_logits_are_ranked_by_id_everywhere(sampler):
-    logits = torch.tensor([[0.0, -0.0, 1.0, 1.0, 0.0, -1.0]]).bfloat16()
-    greedy = RowState(SamplingParams(temperature=0, logprobs=5), seed=0, valid_vocab=6)
+    logits = torch.tensor([[0.0, -0.0, 1.0, 1.0, 0.0, -2.0, -1.0, -2.0]]).bfloat16()
+    greedy = RowState(SamplingParams(temperature=0, logprobs=8), seed=0, valid_vocab=8)
     record = sampler.sample(logits, [greedy]).logprobs[0]
     assert record.token_id == 2
-    assert [pair[0] for pair in record.top] == [2, 3, 0, 1, 4]
+    assert [pair[0] for pair in record.top] == [2, 3, 0, 1, 4, 6, 5, 7]
 
 
 def test_impossible_ids_are_left_out_of_the_top(sampler):

@@ -40,6 +40,9 @@ HEADERS = """\
 Year: {{ strftime_now('%Y') }}
 {{ system ~ '<|eot|>' }}
 {% for message in messages[offset:] %}
+    {% if message['role'] == 'user' %}
+        {# indented blocks and comments leave nothing behind #}
+    {% endif %}
     <|start_header|>{{ message['role'] }}<|end_header|>
 
     {{- '\\n\\n' + message['content'] | trim }}<|eot|>
@@ -335,13 +338,33 @@ def test_time_is_bounded() -> None:
         ours.render([USER])
 
 
-def test_memory_stays_small() -> None:
-    """Refused before anything large is made, not after."""
+@pytest.mark.parametrize(
+    "name",
+    [
+        "long string",
+        "long list",
+        "doubling string",
+        "doubling string by ~",
+        "doubling list",
+        "wide format",
+        "wide time",
+        "replacement",
+        "replacement by filter",
+        "joining",
+        "joining by filter",
+        "joining a list",
+        "indentation",
+        "tabs",
+    ],
+)
+def test_refused_before_it_is_made(name: str) -> None:
+    ours = ChatTemplate({"default": HARMFUL[name]}, limits=Limits(length=1 << 18))
+    ours_on_nothing = ChatTemplate({"default": "{{ 1 ~ 2 }}"})
+    assert ours_on_nothing.render([USER]) == "12"  # what is imported and cached once
     tracemalloc.start()
     try:
-        for name in ("long string", "wide format", "replacement", "joining", "wide time"):
-            with pytest.raises(PromptError):
-                ChatTemplate({"default": HARMFUL[name]}).render([USER])
-        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+        with pytest.raises(PromptError):
+            ours.render([USER])
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
     finally:
         tracemalloc.stop()

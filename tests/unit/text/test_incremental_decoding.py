@@ -123,6 +123,8 @@ def test_first_space(sentencepiece_tokenizer: Tokenizer) -> None:
     ids = sentencepiece_tokenizer.encode("The harbour", add_special=False)
     assert "".join(pieces(sentencepiece_tokenizer, [], ids)) == "The harbour"
     assert "".join(pieces(sentencepiece_tokenizer, [1], ids)) == "The harbour"
+    beyond = sentencepiece_tokenizer.vocab_size
+    assert "".join(pieces(sentencepiece_tokenizer, [beyond], [beyond, *ids])) == "The harbour"
     assert "".join(pieces(sentencepiece_tokenizer, [1, *ids], ids)) == " The harbour"
 
 

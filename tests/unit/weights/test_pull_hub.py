@@ -128,10 +128,13 @@ def test_the_commit_stays_until_a_revision_is_given(hub: FakeHub, root: Path) ->
 def test_damage_in_the_cache_is_found_and_repaired(hub: FakeHub, root: Path) -> None:
     path = pull("org/name") / "model.safetensors"
     good = path.read_bytes()
+    hub.main = SECOND  # a repair brings the pinned commit, not the newest
     path.write_bytes(good[:-1])
     with pytest.raises(CorruptFileError, match=r"model.safetensors: .*run `layline pull org/name`"):
         open_checkpoint("org/name")
-    assert (pull("org/name") / "model.safetensors").read_bytes() == good
+    repaired = pull("org/name")
+    assert repaired.name == FIRST
+    assert (repaired / "model.safetensors").read_bytes() == good
     path.resolve().write_bytes(good[:-1] + b"!")  # the same size: found by its checksum
     assert (pull("org/name") / "model.safetensors").read_bytes() == good
 
@@ -156,6 +159,7 @@ def test_offline(hub: FakeHub, root: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     folder = pull("org/name")
     assert pull("org/name", offline=True) == folder
+    assert pull("org/name", revision="main", offline=True) == folder
     with pytest.raises(PullError, match=f"at {SECOND}"):
         pull("org/name", revision=SECOND, offline=True)
 

@@ -1,0 +1,114 @@
+"""The commands in processes of their own, with the real default model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from layline.errors import LaylineError
+from layline.weights.cache import DEFAULT_MODEL, find_model
+
+pytestmark = pytest.mark.smollm2
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "smollm2.json"
+
+
+@pytest.fixture(autouse=True)
+def pulled() -> None:
+    try:
+        find_model(DEFAULT_MODEL)
+    except LaylineError as error:
+        pytest.skip(str(error))
+
+
+def layline(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "layline.cli.main", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_generate_json_holds_the_golden_tokens() -> None:
+    cases = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
+    case = next(case for case in cases if case["name"] == "plain_short")
+    done = layline(
+        "generate", case["prompt"], "--dtype", "float32", "--max-tokens", "8", "--json", "--stats"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["prompt_token_ids"] == case["prompt_ids"]
+    assert found["token_ids"] == case["greedy_ids"][:8]
+    assert found["finish_reason"] == "length"
+    assert found["usage"] == {
+        "prompt_tokens": len(case["prompt_ids"]),
+        "completion_tokens": 8,
+        "total_tokens": len(case["prompt_ids"]) + 8,
+    }
+    assert case["greedy_text"].startswith(found["text"])
+    assert done.stderr.count("\n") == 1
+    assert "tokens/s" in done.stderr
+
+
+def test_generate_streams_the_text_it_returns() -> None:
+    arguments = ("generate", "The capital of France is", "--max-tokens", "6")
+    streamed = layline(*arguments)
+    whole = json.loads(layline(*arguments, "--json").stdout)
+    assert streamed.stderr == ""
+    assert streamed.stdout.removesuffix("\n") == whole["text"].removesuffix("\n")
+
+
+def test_chat_answers_from_a_pipe_and_refuses_what_does_not_fit() -> None:
+    long_line = "word " * 200
+    done = layline(
+        *("chat", "--temperature", "0", "--max-tokens", "8", "--max-model-len", "128"),
+        stdin=f"What is the capital of France?\n{long_line}\n/reset\nSay hi.\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    (refused,) = [line for line in done.stderr.splitlines() if line.startswith("layline:")]
+    assert "/reset clears the conversation" in refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["generate", ""], ["empty"]),
+        (["generate", "word " * 300, "--max-model-len", "64"], ["64"]),
+        (["generate", "x", "--model", "no/such/file.gguf"], ["no/such/file.gguf"]),
+    ],
+)
+def test_input_that_cannot_be_used_is_one_line(arguments: list[str], parts: list[str]) -> None:
+    done = layline(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    for part in parts:
+        assert part in done.stderr
+
+
+def test_bench_latency_measures_through_its_worker() -> None:
+    done = layline(
+        *("bench", "latency", "--prompt-tokens", "16", "--new-tokens", "4", "--batch", "1,2"),
+        *("--repeats", "1", "--threads", "1", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    engine = json.loads(done.stdout)["engines"]["layline"]
+    assert engine["status"] == "measured"
+    assert set(engine) == {
+        "status",
+        "version",
+        "first_token_s",
+        "peak_memory_bytes",
+        "prefill_tokens_per_s",
+        "decode_tokens_per_s_batch_1",
+        "decode_tokens_per_s_batch_2",
+        "loaded_peak_memory_bytes",
+    }
+    assert all(value["min"] > 0 for name, value in engine.items() if name.endswith(("_s", "bytes")))
