@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from layline import LLM, SamplingParams
+from layline.config import EngineConfig
 from support.families import CASES, NEW_TOKENS, PROMPT_LENGTHS, prompts_of, reference
 from support.model import smollm2_path
 from support.run import run_greedy
 from support.tiny import save_tiny
-
-from layline import LLM, SamplingParams
-from layline.config import EngineConfig
 
 pytestmark = [
     pytest.mark.gpu,

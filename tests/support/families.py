@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from support.tiny import VOCAB
 
 PROMPT_LENGTHS = (1, 5, 17, 30)

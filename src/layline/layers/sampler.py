@@ -110,11 +110,15 @@ class Sampler:
             # Columns past the tokenizer's vocabulary are never looked at.
             width = max(row.valid_vocab for row in rows)
             raw = logits if width == logits.shape[1] else logits[:, :width]
-            token_ids = _choose_batched(raw, rows) if batched else _choose_by_row(raw, rows)
-            batch = SampledBatch(token_ids, _logprob_reader(raw, token_ids, rows))
-        if on_cpu:
-            batch.read()
-        return batch
+            if batched:
+                token_ids = _choose_batched(raw, rows)
+                batch = SampledBatch(token_ids, _logprob_reader(raw, token_ids, rows))
+                if on_cpu:
+                    batch.read()
+                return batch
+            batch = SampledBatch(_choose_by_row(raw, rows), list)
+            logprobs = _logprobs_by_row(raw, batch.read(), rows)
+            return SampledBatch(batch.token_ids, lambda: logprobs)
 
 
 def _check_shapes(logits: torch.Tensor, rows: Sequence[RowState]) -> None:
@@ -203,6 +207,17 @@ def _edit(logits: torch.Tensor, rows: Sequence[RowState], edited: Sequence[int])
         values = flat[index]
         values = torch.where(values > 0, values / repetition, values * repetition)
         flat.index_copy_(0, index, values - upload(np.concatenate(offsets), device))
+
+
+def _logprobs_by_row(
+    raw: torch.Tensor, ids: Sequence[int], rows: Sequence[RowState]
+) -> list[TokenLogprobs | None]:
+    result: list[TokenLogprobs | None] = [None] * len(rows)
+    for i, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            logits = raw[i, : row.valid_vocab].detach().float().contiguous().numpy()
+            result[i] = sampling_rows.log_probabilities(logits, ids[i], row.params.logprobs)
+    return result
 
 
 def _logprob_reader(

@@ -16,7 +16,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from layline.sampling import SamplingParams
+from layline.sampling import SamplingParams, TokenLogprobs
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -78,6 +78,18 @@ def best_ids(logits: FloatArray, count: int) -> IntArray:
     boundary = len(logits) - count
     threshold = np.partition(logits, boundary)[boundary]
     return _down_to(logits, threshold, count)
+
+
+def log_probabilities(logits: FloatArray, token_id: int, count: int) -> TokenLogprobs:
+    """Log-softmax of a row [vocab] at ``token_id`` and at its ``count`` most likely ids."""
+    peak = logits.max()
+    log_total = float(peak) + math.log(int(_weigh(logits, peak, 1.0).sum()) / FULL_WEIGHT)
+    ids = best_ids(logits, min(count, len(logits))) if count else np.empty(0, dtype=np.int64)
+    # Ids ascend, so a stable sort leaves equals in id order.
+    ids = ids[np.argsort(-logits[ids], kind="stable")]
+    pairs = zip(ids.tolist(), logits[ids].tolist(), strict=True)
+    top = tuple((i, value - log_total) for i, value in pairs if value != -math.inf)
+    return TokenLogprobs(token_id, float(logits[token_id]) - log_total, top)
 
 
 def select(weights: IntArray, uniform: float) -> int:

@@ -61,9 +61,7 @@ class SelfAttention:
         if self.q_norm is not None and self.k_norm is not None:
             self._normalise_heads(heads_TND, self.q_norm, self.k_norm)
         rotate_heads_(heads_TND[:, : self._rotated], forward_batch.rope_cos, forward_batch.rope_sin)
-        kv_T2KD = heads_TND[:, self._num_heads :].view(
-            -1, 2, self._num_kv_heads, self._head_dim
-        )
+        kv_T2KD = heads_TND[:, self._num_heads :].view(-1, 2, self._num_kv_heads, self._head_dim)
         self.cache.index_copy_(0, forward_batch.slots, kv_T2KD)
         attended = self._backend.attend(
             heads_TND[:, : self._num_heads],
@@ -160,10 +158,12 @@ class Decoder:
         self.embed_tokens: Embedding = loader.embedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size
         )
-        self.layers = [
-            DecoderLayer(config, layer_id, stages, loader, backend, topology)
-            for layer_id, stages in enumerate(stack)
-        ]
+        self.layers = loader.build_layers(
+            config.num_layers,
+            lambda layer_id: DecoderLayer(
+                config, layer_id, stack[layer_id], loader, backend, topology
+            ),
+        )
         self.norm = loader.norm("model.norm", config.hidden_size, config.norm_eps)
         self.lm_head: Linear = loader.head(
             "lm_head", self.embed_tokens, config.vocab_size, config.hidden_size, config.tied_head

@@ -6,8 +6,10 @@ is built, every tensor of the file must have been asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +25,7 @@ from layline.weights.quantized import QuantizedTensor
 
 FOUR_BIT = frozenset({"Q4_0", "Q4_1"})
 ROPE_FACTORS = "rope_freqs.weight"
+Layer = TypeVar("Layer")
 PACK_ROWS = 4096  # Rows expanded at a time while packing, so that temporaries stay small.
 
 
@@ -55,17 +58,16 @@ class ModelLoader:
     ) -> Linear:
         """One linear layer holding the named projections as consecutive rows."""
         target = self._target
-        total = sum(sizes)
-        weight = torch.empty(total, in_features, dtype=target.dtype, device=target.device)
-        row = 0
-        for name, size in zip(names, sizes, strict=True):
-            self._read_into(f"{name}.weight", weight[row : row + size])
-            row += size
+        weight = torch.empty(sum(sizes), in_features, dtype=target.dtype, device=target.device)
+        parts = list(zip(names, torch.split(weight, list(sizes)), strict=True))
+        packed = self._packed({f"{name}.weight": rows for name, rows in parts})
+        if packed is None:
+            for name, rows in parts:
+                self._read_into(f"{name}.weight", rows)
         merged_bias = None
         if bias:
-            parts = zip(names, sizes, strict=True)
-            merged_bias = torch.cat([self._plain(f"{name}.bias", (size,)) for name, size in parts])
-        packed = self._pack([f"{name}.weight" for name in names], total, in_features)
+            pairs = zip(names, sizes, strict=True)
+            merged_bias = torch.cat([self._plain(f"{name}.bias", (size,)) for name, size in pairs])
         return Linear(weight, merged_bias, packed)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
@@ -120,6 +122,23 @@ class ModelLoader:
             dtype=self._target.dtype,
         )
 
+    def build_layers(self, count: int, build: Callable[[int], Layer]) -> list[Layer]:
+        """``build(layer_id)`` for every layer, on as many threads as torch would use.
+
+        Each thread keeps to one core: one layer's conversions are too small to be worth dividing.
+        """
+        threads = torch.get_num_threads()
+
+        def build_alone(layer_id: int) -> Layer:
+            torch.set_num_threads(1)
+            with torch.inference_mode():
+                return build(layer_id)
+
+        with ThreadPoolExecutor(threads) as pool:
+            layers = list(pool.map(build_alone, range(count)))
+        torch.set_num_threads(threads)
+        return layers
+
     def finish(self) -> None:
         """Raise TensorError if the file holds tensors that no layer asked for."""
         extra = sorted(
@@ -158,15 +177,24 @@ class ModelLoader:
                 f"{list(expected)}"
             )
 
-    def _pack(self, names: Sequence[str], rows: int, columns: int) -> PackedWeight | None:
-        """A packed copy of quantised matrices that are all kept for decode, or None."""
-        if not self._target.packed or rows % ROW_ALIGNMENT or columns % GROUP:
+    def _packed(self, rows: Mapping[str, torch.Tensor]) -> PackedWeight | None:
+        """Expand quantised matrices into ``rows`` and pack them, or do nothing and return None."""
+        columns = next(iter(rows.values())).shape[1]
+        if not self._target.packed or columns % GROUP:
             return None
-        matrices = [self._checkpoint.read(name) for name in names]
-        quantised = [matrix for matrix in matrices if isinstance(matrix, QuantizedTensor)]
+        for name, out in rows.items():
+            self._check(name, tuple(out.shape))
+        matrices = {name: self._checkpoint.read(name) for name in rows}
+        quantised = [part for part in matrices.values() if isinstance(part, QuantizedTensor)]
         if len(quantised) != len(matrices):
             return None
-        return pack(quantised)
+        for matrix, out in zip(quantised, rows.values(), strict=True):
+            matrix.dequantize(out.dtype, out=out)
+        packed = pack(quantised)
+        for name in rows:
+            self._checkpoint.release(name)
+            self._used.add(name)
+        return packed
 
     def _head_on(self, table: torch.Tensor | QuantizedTensor) -> Linear:
         if isinstance(table, QuantizedTensor):

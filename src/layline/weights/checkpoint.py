@@ -86,6 +86,13 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def release(self, name: str) -> None:
+        """Say that what ``read`` gave for ``name`` is used up, so its file pages can leave memory.
+
+        The values stay valid; touching them reads the file again.
+        """
+        ...
+
     def vocabulary(self) -> VocabularySource:
         """Where to load the tokenizer from."""
         ...

@@ -101,6 +101,12 @@ class GGUFCheckpoint:
             out.copy_(value)
         release_pages(mapped)
 
+    def release(self, name: str) -> None:
+        """See ``Checkpoint.release``."""
+        from layline.weights.pages import release_pages
+
+        release_pages(self._raw(self._find(name)))
+
     def vocabulary(self) -> VocabularySource:
         """The file's own metadata."""
         return VocabularySource(gguf_metadata=self._file.metadata)

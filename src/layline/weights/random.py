@@ -82,6 +82,9 @@ class RandomCheckpoint:
             piece = scratch[: target.shape[0]].normal_(0.0, std, generator=generator)
             target.copy_(piece)
 
+    def release(self, name: str) -> None:
+        """See ``Checkpoint.release``; nothing is kept that could be let go."""
+
     def vocabulary(self) -> VocabularySource:
         """The folder, when it has tokenizer files."""
         for name in _TOKENIZER_FILES:

@@ -112,6 +112,9 @@ class SafetensorsCheckpoint:
             )
         copy_mapped(tensor, out)
 
+    def release(self, name: str) -> None:
+        """See ``Checkpoint.release``; nothing is kept that could be let go."""
+
     def vocabulary(self) -> VocabularySource:
         """The folder."""
         return VocabularySource(directory=self.path)

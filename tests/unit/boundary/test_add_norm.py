@@ -39,7 +39,7 @@ def test_against_float64(dtype: torch.dtype) -> None:
 
 
 def test_the_sum_is_not_rounded_before_the_norm() -> None:
-    """Normalising the bfloat16 sum is further from the truth; the fused read must differ from it."""
+    """Normalising the bfloat16 sum is further from the truth; the fused read differs from it."""
     output, residual, weight = inputs(torch.bfloat16)
     norm = RMSNorm(weight, EPS)
     fused, updated = norm.add_norm(output, residual)

@@ -41,9 +41,9 @@ def test_defaults() -> None:  # boundary G1
 
 
 def test_reductions_of_the_other_kind_are_refused() -> None:  # boundary G2
-    with pytest.raises(ValueError, match="^PARTIAL is not supported for ffn stages$"):
+    with pytest.raises(ValueError, match=r"^PARTIAL is not supported for ffn stages$"):
         declare_ffn(reduction=ProducerReduction.PARTIAL)
-    with pytest.raises(ValueError, match="^LOCAL_TAIL is not supported for attention stages$"):
+    with pytest.raises(ValueError, match=r"^LOCAL_TAIL is not supported for attention stages$"):
         declare_attn(reduction=ProducerReduction.LOCAL_TAIL)
 
 

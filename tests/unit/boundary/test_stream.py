@@ -213,7 +213,7 @@ def test_snapshot_is_owned_and_leaves_the_main_output() -> None:  # boundary G66
     batch.start(fb)
     attn.prepare(rows(0), fb)
     h = attn.finish(rows(5), fb)
-    with pytest.raises(NotImplementedError, match="^snapshot requires a plain residual update$"):
+    with pytest.raises(NotImplementedError, match=r"^snapshot requires a plain residual update$"):
         batch.snapshot(h, fb)
 
 
@@ -232,7 +232,7 @@ def test_complete_output_is_idempotent() -> None:  # boundary G68
 def test_fold_written_and_take_output() -> None:  # boundary G69
     fb, _, h = entered(rows(5))
     with pytest.raises(
-        RuntimeError, match="^write the residual update before taking the final output$"
+        RuntimeError, match=r"^write the residual update before taking the final output$"
     ):
         batch.take_output(h, fb)
     folded = batch.fold(h, fb)

@@ -9,20 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from layline.errors import LaylineError
-from layline.weights.cache import DEFAULT_MODEL, find_model
+from support.model import smollm2_path
 
 pytestmark = pytest.mark.smollm2
 
+QUESTION = "What is the capital of Japan? Answer in one sentence."
 GOLDEN = Path(__file__).parents[2] / "golden" / "smollm2.json"
 
 
 @pytest.fixture(autouse=True)
 def pulled() -> None:
-    try:
-        find_model(DEFAULT_MODEL)
-    except LaylineError as error:
-        pytest.skip(str(error))
+    smollm2_path()
 
 
 def layline(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -67,11 +64,11 @@ def test_generate_streams_the_text_it_returns() -> None:
 def test_chat_answers_from_a_pipe_and_refuses_what_does_not_fit() -> None:
     long_line = "word " * 200
     done = layline(
-        *("chat", "--temperature", "0", "--max-tokens", "8", "--max-model-len", "128"),
-        stdin=f"What is the capital of France?\n{long_line}\n/reset\nSay hi.\n",
+        *("chat", "--temperature", "0", "--max-tokens", "12", "--max-model-len", "128"),
+        stdin=f"{QUESTION}\n{long_line}\n/reset\nSay hi.\n",
     )
     assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+    assert "Tokyo" in done.stdout.splitlines()[0]
     (refused,) = [line for line in done.stderr.splitlines() if line.startswith("layline:")]
     assert "/reset clears the conversation" in refused
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny import CONTEXT, VOCAB, save_tiny
 
 from layline import LLM, SamplingParams
 from layline.errors import (
@@ -16,6 +15,7 @@ from layline.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from support.tiny import CONTEXT, VOCAB, save_tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 9, 11], [7] * 20, [3], [44, 2, 8, 100, 17, 61]]
@@ -182,7 +182,7 @@ def test_chat_needs_a_template(llm: LLM) -> None:
 
 
 def test_flags_are_checked(directory: Path) -> None:
-    with pytest.raises(UsageError, match="keyword 'max_runing' is not one of .* 'max_running'"):
+    with pytest.raises(UsageError, match=r"keyword 'max_runing' is not one of .* 'max_running'"):
         LLM(str(directory), max_runing=3)
     with pytest.raises(UsageError, match="dtype 'bf16' is not one of"):
         LLM(str(directory), dtype="bf16")

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.model import smollm2_path
-from support.run import run_greedy
 
 from layline.config import EngineConfig
+from support.model import smollm2_path
+from support.run import run_greedy
 
 pytestmark = pytest.mark.smollm2
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "smollm2.json").read_text())

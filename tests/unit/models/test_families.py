@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from layline.config import EngineConfig
 from support.families import CASES, NEW_TOKENS, PROMPT_LENGTHS, ROPES, prompts_of, reference
 from support.run import run_greedy
 from support.tiny import save_tiny
 
-from layline.config import EngineConfig
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
     assert ours.shape == theirs.shape
@@ -52,7 +53,7 @@ def test_old_rope_spelling_is_the_same_model(tmp_path: Path) -> None:
 
 
 def test_dynamic_rope_scales_past_the_trained_context(tmp_path: Path) -> None:
-    """Beyond the stated context each step's length sets the base, as transformers does step by step.
+    """Beyond the stated context each step's length sets the base, as transformers does.
 
     transformers keeps rotated keys in its cache, so its cached decode is the reference here.
     """

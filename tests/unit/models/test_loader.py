@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.families import prompts_of, reference
-from support.run import run_greedy
-from support.tiny import save_tiny
 
 from layline import LLM
 from layline.config import EngineConfig
 from layline.errors import CheckpointError, TensorError
+from support.families import prompts_of, reference
+from support.run import run_greedy
+from support.tiny import save_tiny
 
 Tensors = dict[str, torch.Tensor]
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -123,7 +123,5 @@ def test_random_weights_from_a_configuration(tmp_path: Path) -> None:
     other = LLM(f"config:{tmp_path}", threads=1, seed=5)
     weights = [llm._loaded.runner.model.layers[1].mlp.down_proj.weight for llm in (first, again)]
     assert torch.equal(*weights)
-    assert not torch.equal(
-        weights[0], other._loaded.runner.model.layers[1].mlp.down_proj.weight
-    )
+    assert not torch.equal(weights[0], other._loaded.runner.model.layers[1].mlp.down_proj.weight)
     assert 0.5 < float(weights[0].std()) * 80**0.5 < 1.5
