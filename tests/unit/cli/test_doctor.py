@@ -62,7 +62,9 @@ def test_peer_access_lists_the_other_devices(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     monkeypatch.setattr(
-        torch.cuda, "can_device_access_peer", lambda one, other: (one, other) in reachable
+        torch.cuda,
+        "can_device_access_peer",
+        lambda one, other: one == other or (one, other) in reachable,
     )
     devices = inventory.cuda()["devices"]
     assert [device["peers"] for device in devices] == [[1], [0], [0]]

@@ -23,6 +23,9 @@ def pulled() -> None:
 
 
 def layline(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    # One thread: other tests run beside this one, and the flag is tried on the way.
+    if "--threads" not in arguments:
+        arguments = (*arguments, "--threads", "1")
     return subprocess.run(
         [sys.executable, "-m", "layline.cli.main", *arguments],
         input=stdin,
