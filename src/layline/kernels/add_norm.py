@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 
-def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps_1: torch.Tensor) -> torch.Tensor:
-    """``x / rms(x) * weight`` over the last dim, in x's dtype. ``weight_H``, ``eps_1`` are FP32."""
-    x32 = x_TH.float()
-    return _normalise(x32, weight_H, eps_1).to(x_TH.dtype)
+def rms_norm(
+    x_TH: torch.Tensor, weight_H: torch.Tensor, eps_1: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``x / rms(x) * weight`` over the last dim, in ``dtype``. ``weight_H``, ``eps_1`` are FP32."""
+    return _normalise(x_TH.float(), weight_H, eps_1).to(dtype)
 
 
 def add_rms_norm(
@@ -21,16 +22,16 @@ def add_rms_norm(
     weight_H: torch.Tensor,
     eps_1: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rms_norm(residual + output), residual + output)``, both in the residual's dtype.
+    """``(rms_norm(residual + output), residual + output)``, in output's and residual's dtype.
 
     Neither input is changed.
     """
     if residual_TH.dtype is torch.float32:
         sum_TH = residual_TH + output_TH
-        return _normalise(sum_TH, weight_H, eps_1), sum_TH
+        return _normalise(sum_TH, weight_H, eps_1).to(output_TH.dtype), sum_TH
     sum_TH = residual_TH.float().add_(output_TH)
-    dtype = residual_TH.dtype
-    return _normalise(sum_TH, weight_H, eps_1).to(dtype), sum_TH.to(dtype)
+    normed_TH = _normalise(sum_TH, weight_H, eps_1).to(output_TH.dtype)
+    return normed_TH, sum_TH.to(residual_TH.dtype)
 
 
 def _normalise(x32: torch.Tensor, weight_H: torch.Tensor, eps_1: torch.Tensor) -> torch.Tensor:

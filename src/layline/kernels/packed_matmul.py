@@ -5,17 +5,24 @@ Shape suffixes: T tokens, K in features, N out features, G groups along K.
 int4: torch's ``_weight_int4pack_mm_for_cpu`` computes ``(q - 8) * scale + zero`` with bfloat16
 scale and zero for each group of 32, so GGUF blocks with a 4-bit value, a scale and a minimum keep
 their 4-bit values; only scale and zero are rounded to bfloat16.
-int8: torch's ``_weight_int8pack_mm`` has one bfloat16 scale a row; weights are rounded to 8 bits.
+int8: weights are rounded to 8 bits with one scale a row. Each activation becomes a 16-bit integer,
+scaled by its row's largest, and its high and low byte multiply as two 8-bit rows of one integer
+product (oneDNN's VNNI kernel): the weight is read once, and the activation keeps more bits than
+bfloat16 has. CPUs without VNNI, whose 8-bit products may saturate, use torch's
+``_weight_int8pack_mm``, which multiplies in floating point.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 GROUP = 32
 ROW_ALIGNMENT = 16  # Rows of a packed int4 weight come in tiles of 16.
+BYTE_ZERO = 128
+LARGEST_SPLIT = 32512  # 127 * 256: the largest magnitude whose rounded high byte fits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +47,76 @@ class Int4Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Int8 matrix [N, K] with one bfloat16 scale a row."""
+    """Int8 matrix [N, K] with one scale a row, for CPUs without 8-bit integer products."""
 
     values: torch.Tensor
     scales: torch.Tensor
 
     def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """``x @ weight.T`` for bfloat16 ``x_TK``; [tokens, N]."""
+        """``x @ weight.T`` for bfloat16 ``x_TK``; bfloat16 [tokens, N]."""
         return torch._weight_int8pack_mm(x_TK, self.values, self.scales)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the packed copy."""
         return self.values.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class VnniWeight:
+    """Int8 matrix [N, K] in oneDNN's own layout, FP32 scale and zero point of each row."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor
+
+    def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """``x @ weight.T`` for floating ``x_TK``; FP32 [tokens, N]."""
+        tokens = x_TK.shape[0]
+        bytes_2TK, scale_T1 = split_bytes(x_TK)
+        products: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            bytes_2TK, 1.0, BYTE_ZERO, self.packed, self.scales, self.zero_points,
+            None, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        high, low = products[:tokens], products[tokens:]
+        return torch.add(low, high, alpha=256).mul_(scale_T1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the packed copy."""
+        return self.packed.numel() + self.scales.nbytes + self.zero_points.nbytes
+
+
+def split_bytes(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High bytes, then low bytes of each row as 16-bit integers, uint8 [2T, K] around 128.
+
+    With ``scale`` FP32 [T, 1]: ``x = (256 * (high - 128) + (low - 128)) * scale``, rounded to
+    1/32512 of the row's largest magnitude.
+    """
+    x32 = x_TK.float()
+    largest = torch.linalg.vector_norm(x32, ord=float("inf"), dim=-1, keepdim=True)
+    scale = largest.clamp_min_(1e-30).mul_(1.0 / LARGEST_SPLIT)
+    # Adding 32896 = 128 * 257 centres both bytes on 128; the half rounds, as conversion truncates.
+    whole = torch.div(x32, scale).add_(128 * 257 + 0.5).to(torch.int32)
+    planes = whole.view(torch.uint8).view(*x_TK.shape, 4)[..., :2]
+    return planes.permute(2, 0, 1).flip(0).reshape(-1, x_TK.shape[1]), scale
+
+
+@functools.cache
+def has_vnni() -> bool:
+    """True where oneDNN multiplies 8-bit integers exactly and torch offers its kernel."""
+    supported = getattr(torch.cpu, "_is_vnni_supported", None)
+    return supported is not None and supported() and hasattr(torch.ops.onednn, "qlinear_prepack")
+
+
+def pack_int8(values_NK: torch.Tensor, scales_N: torch.Tensor) -> VnniWeight | Int8Weight:
+    """Choose this CPU's kernel for int8 ``values_NK`` with a bfloat16 scale a row."""
+    if not has_vnni():
+        return Int8Weight(values_NK, scales_N)
+    shape = [16, values_NK.shape[1]]  # A hint of the usual number of rows; others work too.
+    packed = torch.ops.onednn.qlinear_prepack(values_NK, shape)
+    zeros = torch.zeros(values_NK.shape[0], dtype=torch.int32)
+    return VnniWeight(packed, scales_N.float(), zeros)
 
 
 def pack_int4(

@@ -9,7 +9,7 @@ from layline.weights.quantized import QuantizedTensor
 
 
 class Embedding:
-    """Rows of a [vocabulary, hidden] table, in the run's dtype."""
+    """Rows of a [vocabulary, hidden] table, in ``dtype``: that of the residual they start."""
 
     __slots__ = ("_dtype", "table")
 
@@ -21,4 +21,4 @@ class Embedding:
         """[tokens] int64 to [tokens, hidden]."""
         if isinstance(self.table, QuantizedTensor):
             return self.table.rows(input_ids).dequantize(self._dtype)
-        return F.embedding(input_ids, self.table)
+        return F.embedding(input_ids, self.table).to(self._dtype)

@@ -18,7 +18,7 @@ class PackedWeight(Protocol):
     """A quantised matrix that multiplies bfloat16 rows."""
 
     def matmul(self, x_TK: torch.Tensor, /) -> torch.Tensor:
-        """``x @ weight.T``, bfloat16 [tokens, out features]."""
+        """``x @ weight.T``, bfloat16 or FP32 [tokens, out features]."""
 
     @property
     def num_bytes(self) -> int:
@@ -29,22 +29,26 @@ class Linear:
     """``y = x @ weight.T + bias``; several projections of one input may be merged by rows.
 
     ``weight`` [out features, in features] serves prefill, and decode too unless ``packed`` is
-    given. A layer that runs in decode only (the head) may come without ``weight``.
+    given. A layer that runs in decode only (the head) may come without ``weight``; with
+    ``keeps_accumulator`` it returns what its kernel accumulated in, FP32 where that is wider.
     """
 
-    __slots__ = ("_upcast", "bias", "packed", "weight")
+    __slots__ = ("_upcast", "bias", "keeps_accumulator", "packed", "weight")
 
     def __init__(
         self,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None = None,
         packed: PackedWeight | None = None,
+        *,
+        keeps_accumulator: bool = False,
     ) -> None:
         if weight is None and packed is None:
             raise ValueError("a linear layer needs a weight")
         self.weight = weight
         self.bias = bias
         self.packed = packed
+        self.keeps_accumulator = keeps_accumulator
         self._upcast = (
             weight is not None
             and weight.device.type == "cpu"
@@ -53,11 +57,13 @@ class Linear:
         )
 
     def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
-        """[tokens, in features] to [tokens, out features], in x's dtype."""
+        """[tokens, in features] to [tokens, out features], in x's dtype (see keeps_accumulator)."""
         weight = self.weight
         if self.packed is not None and (phase is Phase.DECODE or weight is None):
             out = self.packed.matmul(x)
-            return out if self.bias is None else out.add_(self.bias)
+            if self.bias is not None:
+                out.add_(self.bias)
+            return out if self.keeps_accumulator else out.to(x.dtype)
         assert weight is not None
         upcast = self._upcast and phase is Phase.PREFILL
         return dense_matmul(x, weight, self.bias, upcast=upcast)

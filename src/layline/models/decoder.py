@@ -198,5 +198,5 @@ class Decoder:
         return normed
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Scores [rows, vocabulary] in the run's dtype; the head always uses its decode kernel."""
+        """Scores [rows, vocabulary], FP32 or the run's dtype; always by the decode kernel."""
         return self.lm_head(hidden_states, Phase.DECODE)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from layline.errors import TensorError
-from layline.kernels.packed_matmul import GROUP, ROW_ALIGNMENT, Int8Weight, pack_int4, quantise_rows
+from layline.kernels.packed_matmul import GROUP, ROW_ALIGNMENT, pack_int4, pack_int8, quantise_rows
 from layline.layers.embedding import Embedding
 from layline.layers.linear import Linear, PackedWeight
 from layline.layers.norm import RMSNorm
@@ -37,6 +37,11 @@ class LoadTarget:
     dtype: torch.dtype
     packed: bool
     max_position: int
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """FP32 on the CPU, where it saves two conversions at each norm; else the run's dtype."""
+        return torch.float32 if self.device.type == "cpu" else self.dtype
 
 
 class ModelLoader:
@@ -78,8 +83,9 @@ class ModelLoader:
             table = self._checkpoint.read(full_name)
             if isinstance(table, QuantizedTensor):
                 self._used.add(full_name)
-                return Embedding(table, self._target.dtype)
-        return Embedding(self._plain(full_name, (vocab_size, hidden_size)), self._target.dtype)
+                return Embedding(table, self._target.residual_dtype)
+        table = self._plain(full_name, (vocab_size, hidden_size))
+        return Embedding(table, self._target.residual_dtype)
 
     def head(
         self,
@@ -198,7 +204,7 @@ class ModelLoader:
 
     def _head_on(self, table: torch.Tensor | QuantizedTensor) -> Linear:
         if isinstance(table, QuantizedTensor):
-            return Linear(None, None, pack([table]))
+            return Linear(None, None, pack([table]), keeps_accumulator=True)
         return Linear(table)
 
 
@@ -221,7 +227,7 @@ def pack(matrices: Sequence[QuantizedTensor]) -> PackedWeight:
             chunk = matrix.rows(slice(first, first + PACK_ROWS)).dequantize(torch.float32)
             scales.append(quantise_rows(chunk, values[row : row + chunk.shape[0]]))
             row += chunk.shape[0]
-    return Int8Weight(values, torch.cat(scales))
+    return pack_int8(values, torch.cat(scales))
 
 
 def _is_derived(name: str) -> bool:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layline.kernels.packed_matmul import GROUP, Int8Weight, pack_int4, quantise_rows
+from layline.kernels.packed_matmul import (
+    GROUP,
+    LARGEST_SPLIT,
+    Int8Weight,
+    VnniWeight,
+    has_vnni,
+    pack_int4,
+    pack_int8,
+    quantise_rows,
+    split_bytes,
+)
 
 K, N = 96, 48
 
@@ -53,3 +63,37 @@ def test_int8_uses_the_whole_range() -> None:
         values = torch.empty(4, 64, dtype=torch.int8)
         quantise_rows(weight, values)
         assert int(values.abs().amax(dim=1).min()) >= 125
+
+
+def test_split_bytes_keep_sixteen_bits_of_every_row() -> None:
+    x = normal(6, K, seed=6) * torch.logspace(-6, 6, 6)[:, None]
+    x[2] = 0.0
+    x[3, 0] = -x[3].abs().max() * 2
+    planes, scale = split_bytes(x)
+    assert planes.dtype is torch.uint8
+    high, low = planes.double().sub(128).chunk(2)
+    restored = (256 * high + low) * scale.double()
+    assert ((restored - x.double()).abs() <= 0.51 * scale.double() + 1e-30).all()
+    assert (scale[:, 0] <= x.abs().amax(dim=1) / LARGEST_SPLIT * 1.001 + 1e-30).all()
+
+
+@pytest.mark.skipif(not has_vnni(), reason="this CPU has no VNNI")
+@pytest.mark.parametrize("rows", [1, 7, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_vnni_product_is_exact_but_for_the_activations_last_bit(
+    rows: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(8)
+    values = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
+    values[0] = 127  # The largest sums must not saturate.
+    scales = (torch.rand(N, generator=generator) * 0.01 + 0.001).to(torch.bfloat16)
+    x = normal(rows, K, seed=9).to(dtype)
+    x[0] = 3.0
+    weight = pack_int8(values, scales)
+    assert isinstance(weight, VnniWeight)
+    restored = values.double() * scales.double()[:, None]
+    step = x.double().abs().amax(dim=1, keepdim=True) / LARGEST_SPLIT
+    bound = 0.51 * step * restored.abs().sum(dim=1) + 1e-5
+    out = weight.matmul(x)
+    assert out.dtype is torch.float32
+    assert ((out.double() - x.double() @ restored.T).abs() <= bound).all()
