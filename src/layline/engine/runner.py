@@ -54,9 +54,15 @@ class Runner:
             phase=plan.phase,
             rope_cos=cos,
             rope_sin=sin,
-            slots=torch.from_numpy(slots).to(self._device),
+            slots=self._slots(slots),
             attention=self._backend.plan(plan.phase, spans, self._windows),
         )
+
+    def _slots(self, slots: np.ndarray) -> torch.Tensor | slice:
+        # A plain copy is a fraction of an indexed one; one sequence's rows are mostly consecutive.
+        if (np.diff(slots) == 1).all():
+            return slice(int(slots[0]), int(slots[0]) + len(slots))
+        return torch.from_numpy(slots).to(self._device)
 
 
 def sampling_rows(plan: StepPlan) -> list[int]:

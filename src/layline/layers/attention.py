@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from layline.kernels.dense_matmul import wide_bfloat16_is_slow
 from layline.layers.spans import Phase, SequenceSpan
 
 NULL_SLOT = 0  # Block 0 is never given to a sequence; its rows stay zero, so padding reads zeros.
@@ -94,6 +95,8 @@ class TorchAttention:
         self._block_size = block_size
         self._device = device
         self._dtype = dtype
+        # The same trade as dense_matmul's: many rows in FP32 where bfloat16 is slow.
+        self._upcast = device.type == "cpu" and dtype is torch.bfloat16 and wide_bfloat16_is_slow()
 
     def plan(
         self, phase: Phase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
@@ -150,6 +153,8 @@ class TorchAttention:
         own = kv_T2KD[rows] if segment.reach is None else segment.reach.read(cache_S2KD)
         keys, values = own.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
         q_1NTD = q_TND[rows].transpose(0, 1).unsqueeze(0)
+        if self._upcast:
+            q_1NTD, keys, values = q_1NTD.float(), keys.float(), values.float()
         out = F.scaled_dot_product_attention(
             q_1NTD,
             keys,
@@ -158,7 +163,7 @@ class TorchAttention:
             is_causal=segment.mask is None,
             enable_gqa=q_1NTD.shape[1] != keys.shape[1],
         )
-        return out.squeeze(0).transpose(0, 1).flatten(1)
+        return out.squeeze(0).transpose(0, 1).flatten(1).to(q_TND.dtype)
 
     def _decode_reach(self, spans: Sequence[SequenceSpan], window: int | None) -> _DecodeReach:
         firsts = [0 if window is None else max(0, span.length - window) for span in spans]

@@ -19,13 +19,13 @@ class ForwardBatch:
     """Facts and state of one step; every tensor is on the model's device.
 
     ``rope_cos``/``rope_sin`` are [tokens, 1, head_dim] in the run's dtype; ``slots`` [tokens] names
-    the cache row each token's key and value go to.
+    the cache row each token's key and value go to, as a slice where the rows are consecutive.
     """
 
     phase: Phase
     rope_cos: torch.Tensor
     rope_sin: torch.Tensor
-    slots: torch.Tensor
+    slots: torch.Tensor | slice
     attention: AttentionPlan
     variant: BatchVariant = BatchVariant.ORDINARY
     residual_stream: Any = None

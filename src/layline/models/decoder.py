@@ -62,7 +62,10 @@ class SelfAttention:
             self._normalise_heads(heads_TND, self.q_norm, self.k_norm)
         rotate_heads_(heads_TND[:, : self._rotated], forward_batch.rope_cos, forward_batch.rope_sin)
         kv_T2KD = heads_TND[:, self._num_heads :].view(-1, 2, self._num_kv_heads, self._head_dim)
-        self.cache.index_copy_(0, forward_batch.slots, kv_T2KD)
+        if isinstance(forward_batch.slots, slice):
+            self.cache[forward_batch.slots].copy_(kv_T2KD)
+        else:
+            self.cache.index_copy_(0, forward_batch.slots, kv_T2KD)
         attended = self._backend.attend(
             heads_TND[:, : self._num_heads],
             kv_T2KD,
