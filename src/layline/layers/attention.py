@@ -95,6 +95,10 @@ class TorchAttention:
         self._block_size = block_size
         self._device = device
         self._dtype = dtype
+        if device.type == "cuda":
+            # cuDNN builds a new plan for every length it meets, 1.5 ms each on an H200, and a
+            # decode step meets a new one each time. Torch has this switch for the process only.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         # The same trade as dense_matmul's: many rows in FP32 where bfloat16 is slow.
         self._upcast = device.type == "cpu" and dtype is torch.bfloat16 and wide_bfloat16_is_slow()
 

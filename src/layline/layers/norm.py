@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from layline.kernels.add_norm import add_rms_norm, rms_norm
+from layline.kernels.add_norm import add_rms_norm, prepare_norm, rms_norm
 
 
 class RMSNorm:
     """Normalise the last dim by its root mean square; computes in FP32, returns ``weight``'s dtype.
 
-    ``weight`` is [hidden]; a FP32 copy is kept.
+    ``weight`` is [hidden]; what is kept of it is FP32.
     """
 
-    __slots__ = ("_dtype", "_eps", "weight")
+    __slots__ = ("_dtype", "_floor", "_weight")
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._dtype = weight.dtype
-        self.weight = weight.float()
-        self._eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
+        self._weight, self._floor = prepare_norm(weight, eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] in any float dtype to the same shape."""
-        return rms_norm(x, self.weight, self._eps, self._dtype)
+        return rms_norm(x, self._weight, self._floor, self._dtype)
 
     def add_norm(
         self, output: torch.Tensor, residual: torch.Tensor
@@ -31,4 +30,4 @@ class RMSNorm:
 
         The residual keeps its own dtype, which may be wider than the output's.
         """
-        return add_rms_norm(output, residual, self.weight, self._eps)
+        return add_rms_norm(output, residual, self._weight, self._floor)

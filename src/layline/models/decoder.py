@@ -6,6 +6,7 @@ Shape suffixes: T token rows, N heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -161,16 +162,18 @@ class Decoder:
         self.embed_tokens: Embedding = loader.embedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size
         )
-        self.layers = loader.build_layers(
-            config.num_layers,
-            lambda layer_id: DecoderLayer(
-                config, layer_id, stack[layer_id], loader, backend, topology
-            ),
-        )
         self.norm = loader.norm("model.norm", config.hidden_size, config.norm_eps)
-        self.lm_head: Linear = loader.head(
-            "lm_head", self.embed_tokens, config.vocab_size, config.hidden_size, config.tied_head
-        )
+
+        def head() -> Linear:
+            shape = (config.vocab_size, config.hidden_size)
+            return loader.head("lm_head", self.embed_tokens, shape, config.tied_head)
+
+        def layer(layer_id: int) -> DecoderLayer:
+            return DecoderLayer(config, layer_id, stack[layer_id], loader, backend, topology)
+
+        # The head is the longest job, so it starts first.
+        ids = range(config.num_layers)
+        self.lm_head, self.layers = loader.head_and_layers(head, [partial(layer, i) for i in ids])
         self.rotary: RotaryTable = loader.rotary(config.rope, config.head_dim)
 
     @property

@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from layline.errors import TensorError
-from layline.kernels.packed_matmul import GROUP, ROW_ALIGNMENT, pack_int4, pack_int8, quantise_rows
+from layline.kernels.packed_matmul import (
+    GROUP,
+    ROW_ALIGNMENT,
+    Int4Weight,
+    pack_int4,
+    pack_int8,
+    quantise_rows,
+)
+from layline.layers.arena import WeightArena
 from layline.layers.embedding import Embedding
 from layline.layers.linear import Linear, PackedWeight
 from layline.layers.norm import RMSNorm
@@ -53,6 +61,9 @@ class ModelLoader:
         self._infos = checkpoint.infos()
         self._makes_weights = checkpoint.kind == "random"
         self._used: set[str] = set()
+        # Decode streams packed weights only; apart from the others they are dense in memory.
+        self._arena = WeightArena(target.device)
+        self._packed_arena = WeightArena(target.device)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """An RMS norm over ``size`` features."""
@@ -62,8 +73,7 @@ class ModelLoader:
         self, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool
     ) -> Linear:
         """One linear layer holding the named projections as consecutive rows."""
-        target = self._target
-        weight = torch.empty(sum(sizes), in_features, dtype=target.dtype, device=target.device)
+        weight = self._arena.empty((sum(sizes), in_features), self._target.dtype)
         parts = list(zip(names, torch.split(weight, list(sizes)), strict=True))
         packed = self._packed({f"{name}.weight": rows for name, rows in parts})
         if packed is None:
@@ -91,8 +101,7 @@ class ModelLoader:
         self,
         name: str,
         embedding: Embedding,
-        vocab_size: int,
-        hidden_size: int,
+        shape: tuple[int, int],
         tied: bool | None,
     ) -> Linear:
         """The output projection: the embedding's table when tied, or when the file has no head.
@@ -105,13 +114,13 @@ class ModelLoader:
         if tied:
             self._used.add(full_name)
             return self._head_on(embedding.table)
-        self._check(full_name, (vocab_size, hidden_size))
+        self._check(full_name, shape)
         if self._target.packed:
             matrix = self._checkpoint.read(full_name)
             if isinstance(matrix, QuantizedTensor):
                 self._used.add(full_name)
                 return self._head_on(matrix)
-        return Linear(self._plain(full_name, (vocab_size, hidden_size)))
+        return Linear(self._plain(full_name, shape))
 
     def rotary(self, rope: RopeConfig, head_dim: int) -> RotaryTable:
         """Rotary tables for every position of the run's context."""
@@ -128,22 +137,25 @@ class ModelLoader:
             dtype=self._target.dtype,
         )
 
-    def build_layers(self, count: int, build: Callable[[int], Layer]) -> list[Layer]:
-        """``build(layer_id)`` for every layer, on as many threads as torch would use.
+    def head_and_layers(
+        self, head: Callable[[], Linear], layers: Sequence[Callable[[], Layer]]
+    ) -> tuple[Linear, list[Layer]]:
+        """Build the head and every layer, on as many threads as torch would use.
 
         Each thread keeps to one core: one layer's conversions are too small to be worth dividing.
         """
         threads = torch.get_num_threads()
 
-        def build_alone(layer_id: int) -> Layer:
+        def alone(build: Callable[[], Any]) -> Any:
             torch.set_num_threads(1)
             with torch.inference_mode():
-                return build(layer_id)
+                return build()
 
         with ThreadPoolExecutor(threads) as pool:
-            layers = list(pool.map(build_alone, range(count)))
+            built_head = pool.submit(alone, head)
+            built_layers = list(pool.map(alone, layers))
         torch.set_num_threads(threads)
-        return layers
+        return built_head.result(), built_layers
 
     def finish(self) -> None:
         """Raise TensorError if the file holds tensors that no layer asked for."""
@@ -159,7 +171,7 @@ class ModelLoader:
             )
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        out = torch.empty(shape, dtype=self._target.dtype, device=self._target.device)
+        out = self._arena.empty(shape, self._target.dtype)
         self._read_into(name, out)
         return out
 
@@ -196,7 +208,7 @@ class ModelLoader:
             return None
         for matrix, out in zip(quantised, rows.values(), strict=True):
             matrix.dequantize(out.dtype, out=out)
-        packed = pack(quantised)
+        packed = pack(quantised, self._packed_arena)
         for name in rows:
             self._checkpoint.release(name)
             self._used.add(name)
@@ -204,11 +216,11 @@ class ModelLoader:
 
     def _head_on(self, table: torch.Tensor | QuantizedTensor) -> Linear:
         if isinstance(table, QuantizedTensor):
-            return Linear(None, None, pack([table]), keeps_accumulator=True)
+            return Linear(None, None, pack([table], self._packed_arena), keeps_accumulator=True)
         return Linear(table)
 
 
-def pack(matrices: Sequence[QuantizedTensor]) -> PackedWeight:
+def pack(matrices: Sequence[QuantizedTensor], arena: WeightArena) -> PackedWeight:
     """Pack quantised matrices [*, in features], stacked by rows.
 
     4-bit blocks keep their values as int4; everything else becomes int8 with a scale for each row.
@@ -218,7 +230,8 @@ def pack(matrices: Sequence[QuantizedTensor]) -> PackedWeight:
     if aligned and all(matrix.encoding in FOUR_BIT for matrix in matrices):
         parts = [matrix.q4_parts() for matrix in matrices]
         nibbles, scale, minimum = (torch.cat(column) for column in zip(*parts, strict=True))
-        return pack_int4(nibbles, scale, minimum)
+        packed = pack_int4(nibbles, scale, minimum)
+        return Int4Weight(arena.keep(packed.tiles), arena.keep(packed.scales_and_zeros))
     values = torch.empty(rows, matrices[0].shape[1], dtype=torch.int8)
     scales: list[torch.Tensor] = []
     row = 0
