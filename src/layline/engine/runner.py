@@ -45,11 +45,13 @@ class Runner:
             [slot_numbers(span, span.start, span.length, self._block_size) for span in spans]
         )
         lengths = None
-        if self.model.rotary.is_dynamic:
+        if self.model.rope_is_dynamic:
             counts = [span.count for span in spans]
             lengths = torch.from_numpy(np.repeat([span.rope_length for span in spans], counts))
             lengths = lengths.to(self._device)
-        cos, sin = self.model.rotary(torch.from_numpy(positions).to(self._device), lengths)
+        cos, sin = self.model.rotations(
+            plan.phase, torch.from_numpy(positions).to(self._device), lengths
+        )
         return ForwardBatch(
             phase=plan.phase,
             rope_cos=cos,

@@ -8,16 +8,16 @@ then its values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from layline.kernels.dense_matmul import wide_bfloat16_is_slow
 from layline.layers.spans import Phase, SequenceSpan
 
+QUERY_ROWS = 128
 NULL_SLOT = 0  # Block 0 is never given to a sequence; its rows stay zero, so padding reads zeros.
 
 
@@ -68,13 +68,14 @@ class _DecodeReach:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """One sequence of a prefill step: its rows, the cache it reads, and its causal mask [T, L].
+    """Consecutive query rows of one sequence in a prefill step, with the keys they may see.
 
-    ``reach`` is None when the sequence starts here, so that its own rows are all it may see.
+    The keys are rows of this step (``own``) when the sequence starts in it, else cache rows
+    (``reach``). ``mask`` [queries, keys] is None where plain causal attention is meant.
     """
 
-    first_row: int
-    last_row: int
+    rows: slice
+    own: slice | None
     reach: _Reach | None
     mask: torch.Tensor | None
 
@@ -99,8 +100,6 @@ class TorchAttention:
             # cuDNN builds a new plan for every length it meets, 1.5 ms each on an H200, and a
             # decode step meets a new one each time. Torch has this switch for the process only.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        # The same trade as dense_matmul's: many rows in FP32 where bfloat16 is slow.
-        self._upcast = device.type == "cpu" and dtype is torch.bfloat16 and wide_bfloat16_is_slow()
 
     def plan(
         self, phase: Phase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
@@ -153,12 +152,16 @@ class TorchAttention:
         cache_S2KD: torch.Tensor,
         segment: _Segment,
     ) -> torch.Tensor:
-        rows = slice(segment.first_row, segment.last_row)
-        own = kv_T2KD[rows] if segment.reach is None else segment.reach.read(cache_S2KD)
+        # A sequence's own rows are rounded as the cache rounds them: a chunk must not see more
+        # than the next chunk will.
+        if segment.reach is None:
+            own = kv_T2KD[segment.own].to(cache_S2KD.dtype)
+        else:
+            own = segment.reach.read(cache_S2KD)
         keys, values = own.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
-        q_1NTD = q_TND[rows].transpose(0, 1).unsqueeze(0)
-        if self._upcast:
-            q_1NTD, keys, values = q_1NTD.float(), keys.float(), values.float()
+        q_1NTD = q_TND[segment.rows].transpose(0, 1).unsqueeze(0)
+        # Queries come in FP32 where prefill computes in it; attention then does too.
+        keys, values = keys.to(q_TND.dtype), values.to(q_TND.dtype)
         out = F.scaled_dot_product_attention(
             q_1NTD,
             keys,
@@ -167,7 +170,7 @@ class TorchAttention:
             is_causal=segment.mask is None,
             enable_gqa=q_1NTD.shape[1] != keys.shape[1],
         )
-        return out.squeeze(0).transpose(0, 1).flatten(1).to(q_TND.dtype)
+        return out.squeeze(0).transpose(0, 1).flatten(1)
 
     def _decode_reach(self, spans: Sequence[SequenceSpan], window: int | None) -> _DecodeReach:
         firsts = [0 if window is None else max(0, span.length - window) for span in spans]
@@ -188,21 +191,36 @@ class TorchAttention:
         return _DecodeReach(_Reach(0, 0, gather), mask)
 
     def _segments(self, spans: Sequence[SequenceSpan], window: int | None) -> tuple[_Segment, ...]:
-        segments, row = [], 0
+        segments: list[_Segment] = []
+        row = 0
         for span in spans:
-            slides = window is not None and span.length > window
-            first = max(0, span.start - window + 1) if window is not None else 0
-            reach = self._reach(span, first) if span.start else None
-            mask = None
-            if slides or span.start:
-                queries = torch.arange(span.start, span.length, device=self._device)[:, None]
-                keys = torch.arange(first, span.length, device=self._device)[None, :]
-                mask = keys <= queries
-                if window is not None:
-                    mask &= keys > queries - window
-            segments.append(_Segment(row, row + span.count, reach, mask))
+            # Rows in blocks, each with the keys up to its last: what no row may see is not computed.
+            step = QUERY_ROWS if self._device.type == "cpu" else span.count
+            for offset in range(0, span.count, step):
+                start, count = span.start + offset, min(step, span.count - offset)
+                part = replace(span, start=start, count=count)
+                first = 0 if window is None else max(0, start - window + 1)
+                own = reach = None
+                if span.start:
+                    reach = self._reach(part, first)
+                else:
+                    own = slice(row + first, row + part.length)
+                rows = slice(row + offset, row + offset + count)
+                segments.append(_Segment(rows, own, reach, self._mask(part, first, window)))
             row += span.count
         return tuple(segments)
+
+    def _mask(self, span: SequenceSpan, first: int, window: int | None) -> torch.Tensor | None:
+        """True where a query may see a key from ``first`` on; None for plain causal attention."""
+        slides = window is not None and span.length > window
+        if not slides and span.start == 0:
+            return None
+        queries = torch.arange(span.start, span.length, device=self._device)[:, None]
+        keys = torch.arange(first, span.length, device=self._device)[None, :]
+        mask = keys <= queries
+        if window is not None:
+            mask &= keys > queries - window
+        return mask
 
     def _reach(self, span: SequenceSpan, first: int) -> _Reach:
         slots = slot_numbers(span, first, span.length, self._block_size)

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class ForwardBatch:
     """Facts and state of one step; every tensor is on the model's device.
 
-    ``rope_cos``/``rope_sin`` are [tokens, 1, head_dim] in the run's dtype; ``slots`` [tokens] names
-    the cache row each token's key and value go to, as a slice where the rows are consecutive.
+    ``rope_cos``/``rope_sin`` are [tokens, 1, head_dim] in the dtype of the heads; ``slots``
+    [tokens] names the cache row each token's key and value go to, as a slice where the rows are
+    consecutive.
     """
 
     phase: Phase

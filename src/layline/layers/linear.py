@@ -57,16 +57,26 @@ class Linear:
         )
 
     def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
-        """[tokens, in features] to [tokens, out features], in x's dtype (see keeps_accumulator)."""
+        """[tokens, in features] to [tokens, out features].
+
+        The result has the run's dtype, or FP32 where the kernel computes in it and the caller
+        keeps it: prefill on a CPU without bfloat16 tiles, or ``keeps_accumulator``.
+        """
         weight = self.weight
         if self.packed is not None and (phase is Phase.DECODE or weight is None):
             out = self.packed.matmul(x)
             if self.bias is not None:
                 out.add_(self.bias)
-            return out if self.keeps_accumulator else out.to(x.dtype)
+            return out if self.keeps_accumulator else out.to(torch.bfloat16)
         assert weight is not None
         upcast = self._upcast and phase is Phase.PREFILL
         return dense_matmul(x, weight, self.bias, upcast=upcast)
+
+    def output_dtype(self, phase: Phase) -> torch.dtype:
+        """The dtype this layer returns in ``phase`` (one without ``keeps_accumulator``)."""
+        if self.weight is None or (self.packed is not None and phase is Phase.DECODE):
+            return torch.bfloat16
+        return torch.float32 if self._upcast and phase is Phase.PREFILL else self.weight.dtype
 
     @property
     def num_bytes(self) -> int:

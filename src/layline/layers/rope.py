@@ -31,7 +31,7 @@ def inverse_frequencies(
 
 
 class RotaryTable:
-    """Cosines and sines by position, [tokens, 1, head_dim] each, in the run's dtype.
+    """Cosines and sines by position, [tokens, 1, head_dim] each, FP32.
 
     ``lengths`` [tokens], the length of each token's sequence, matters only to dynamic scaling.
     """
@@ -44,11 +44,9 @@ class RotaryTable:
         *,
         factors: torch.Tensor | None = None,
         device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
         self._rope = rope
         self._head_dim = head_dim
-        self._dtype = dtype
         self._inverse = inverse_frequencies(rope, head_dim, factors).to(device)
         positions = torch.arange(max_position, device=device, dtype=torch.float32)
         self._table = self._rotations(positions[:, None] * self._inverse)
@@ -84,7 +82,7 @@ class RotaryTable:
         """[tokens, 2, head_dim]: cosines, then sines negated in the first half."""
         cos, sin = angles.cos(), angles.sin()
         pairs = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
-        return (pairs * self._rope.attention_factor).to(self._dtype)
+        return pairs * self._rope.attention_factor
 
 
 def _powers(theta: float, head_dim: int) -> torch.Tensor:

@@ -66,7 +66,7 @@ class SelfAttention:
         if isinstance(forward_batch.slots, slice):
             self.cache[forward_batch.slots].copy_(kv_T2KD)
         else:
-            self.cache.index_copy_(0, forward_batch.slots, kv_T2KD)
+            self.cache.index_copy_(0, forward_batch.slots, kv_T2KD.to(self.cache.dtype))
         attended = self._backend.attend(
             heads_TND[:, : self._num_heads],
             kv_T2KD,
@@ -174,7 +174,7 @@ class Decoder:
         # The head is the longest job, so it starts first.
         ids = range(config.num_layers)
         self.lm_head, self.layers = loader.head_and_layers(head, [partial(layer, i) for i in ids])
-        self.rotary: RotaryTable = loader.rotary(config.rope, config.head_dim)
+        self._rotary: RotaryTable = loader.rotary(config.rope, config.head_dim)
 
     @property
     def num_bytes(self) -> int:
@@ -191,6 +191,19 @@ class Decoder:
         """Give each layer its cache, [slots, 2, kv heads, head dim]."""
         for layer, cache in zip(self.layers, layer_caches, strict=True):
             layer.self_attn.cache = cache
+
+    @property
+    def rope_is_dynamic(self) -> bool:
+        """True when :meth:`rotations` needs the sequence lengths."""
+        return self._rotary.is_dynamic
+
+    def rotations(
+        self, phase: Phase, positions: torch.Tensor, lengths: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [tokens, 1, head_dim] for ``positions`` [tokens], in heads' dtype."""
+        dtype = self.layers[0].self_attn.qkv_proj.output_dtype(phase)
+        cos, sin = self._rotary(positions, lengths)
+        return cos.to(dtype), sin.to(dtype)
 
     def forward(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """Normalised hidden states [tokens, hidden] for ``input_ids`` [tokens] (int64)."""

@@ -134,7 +134,6 @@ class ModelLoader:
             self._target.max_position,
             factors=factors,
             device=self._target.device,
-            dtype=self._target.dtype,
         )
 
     def head_and_layers(

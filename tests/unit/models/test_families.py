@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from layline.config import EngineConfig
+from layline.layers import attention
 from support.families import CASES, NEW_TOKENS, PROMPT_LENGTHS, ROPES, prompts_of, reference
 from support.run import run_greedy
 from support.tiny import save_tiny
@@ -20,10 +21,16 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("prefill_tokens", [2048, 8], ids=["whole", "chunked"])
+@pytest.mark.parametrize("query_rows", [128, 8])
+@pytest.mark.parametrize("prefill_tokens", [2048, 11], ids=["whole", "chunked"])
 def test_logits_and_greedy_ids_match_transformers(
-    tmp_path: Path, case: str, prefill_tokens: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    prefill_tokens: int,
+    query_rows: int,
 ) -> None:
+    monkeypatch.setattr(attention, "QUERY_ROWS", query_rows)
     family, changes = CASES[case]
     model = save_tiny(tmp_path, family, **changes)
     prompts = prompts_of(PROMPT_LENGTHS)
