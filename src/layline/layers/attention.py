@@ -194,7 +194,7 @@ class TorchAttention:
         segments: list[_Segment] = []
         row = 0
         for span in spans:
-            # Rows in blocks, each with the keys up to its last: what no row may see is not computed.
+            # Rows in blocks, each with the keys up to its last: hidden scores are not computed.
             step = QUERY_ROWS if self._device.type == "cpu" else span.count
             for offset in range(0, span.count, step):
                 start, count = span.start + offset, min(step, span.count - offset)
