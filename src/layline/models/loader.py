@@ -29,9 +29,8 @@ from layline.layers.norm import RMSNorm
 from layline.layers.rope import RotaryTable
 from layline.layers.rope_config import RopeConfig
 from layline.weights.checkpoint import Checkpoint
-from layline.weights.quantized import QuantizedTensor
+from layline.weights.quantized import FOUR_BIT, QuantizedTensor
 
-FOUR_BIT = frozenset({"Q4_0", "Q4_1"})
 ROPE_FACTORS = "rope_freqs.weight"
 Layer = TypeVar("Layer")
 PACK_ROWS = 4096  # Rows expanded at a time while packing, so that temporaries stay small.

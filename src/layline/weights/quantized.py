@@ -27,6 +27,10 @@ _SERIAL_LIMIT = 1 << 22
 _DEVICE_CHUNK = 1 << 24
 
 
+FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
+"""Encodings whose every 32 values are a 4-bit integer each, one scale and one minimum."""
+
+
 @dataclass(frozen=True)
 class BlockLayout:
     """How many values and bytes one block of an encoding has."""
@@ -119,7 +123,7 @@ class QuantizedTensor:
         return out
 
     def q4_parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Nibbles, scale and minimum of a Q4_0 or Q4_1 matrix.
+        """Nibbles, scale and minimum of a matrix in one of ``FOUR_BIT``.
 
         Returns ``(nibbles, scale, minimum)``: uint8 [rows, columns] with values 0 to 15 in column
         order, and float32 [rows, columns / 32] twice; a weight is ``nibble * scale + minimum``.
@@ -129,14 +133,18 @@ class QuantizedTensor:
         Raises:
             UnsupportedFormatError: for any other encoding.
         """
-        if self.encoding not in ("Q4_0", "Q4_1"):
+        if self.encoding not in FOUR_BIT:
             raise UnsupportedFormatError(
-                f"4-bit parts exist for Q4_0 and Q4_1 tensors, not for {self.encoding}"
+                f"4-bit parts exist for {', '.join(FOUR_BIT)} tensors, not for {self.encoding}"
             )
         rows, columns = self.shape
         layout = block_layout(self.encoding)
         sizes = (columns // layout.values, layout.bytes)
         blocks_RBx = _unflatten(_aligned(self.blocks), 1, sizes)
+        if self.encoding == "Q4_K":
+            nibbles = _nibbles(_unflatten(blocks_RBx[..., 16:], -1, (4, 32)))
+            scale, negative = _k_scales(blocks_RBx)
+            return nibbles.view(rows, columns), scale.flatten(1), negative.neg_().flatten(1)
         scale = _halves(blocks_RBx, 0)
         if self.encoding == "Q4_0":
             nibbles, minimum = _nibbles(blocks_RBx[..., 2:]), scale * -8.0
@@ -246,11 +254,19 @@ def _six_bit_scales(packed_RB12: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return scales, minima
 
 
-def _scale_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    """Scale the integers in ``out`` by the sub-block scales of Q4_K and Q5_K, in place."""
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the sub-blocks of Q4_K and Q5_K are multiplied by, and what is then taken off them.
+
+    FP32 [R, B, 8] each.
+    """
     scales, minima = _six_bit_scales(blocks[..., 4:16])
     scale = scales.float().mul_(_halves(blocks, 0).unsqueeze(-1))
-    minimum = minima.float().mul_(_halves(blocks, 2).unsqueeze(-1))
+    return scale, minima.float().mul_(_halves(blocks, 2).unsqueeze(-1))
+
+
+def _scale_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    """Scale the integers in ``out`` by the sub-block scales of Q4_K and Q5_K, in place."""
+    scale, minimum = _k_scales(blocks)
     _unflatten(out, -1, (8, 32)).mul_(scale.unsqueeze(-1)).sub_(minimum.unsqueeze(-1))
 
 

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from layline.errors import TensorError, UnsupportedFormatError
-from layline.weights.quantized import QuantizedTensor, block_layout, supported_encodings
+from layline.weights.quantized import (
+    FOUR_BIT,
+    QuantizedTensor,
+    block_layout,
+    supported_encodings,
+)
 
 # Byte offsets of the float16 fields of each block.
 HALVES = {
@@ -112,23 +117,23 @@ def test_blocks_at_an_odd_byte_offset_are_read() -> None:
     assert torch.equal(shifted.dequantize(torch.float32), tensor.dequantize(torch.float32))
 
 
-@pytest.mark.parametrize("encoding", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("encoding", FOUR_BIT)
 def test_q4_parts_rebuild_the_weight(encoding: str) -> None:
-    tensor = quantized(encoding, 9, 192, seed=3)
+    tensor = quantized(encoding, 9, 768, seed=3)
     nibbles, scale, minimum = tensor.q4_parts()
     assert nibbles.dtype == torch.uint8
-    assert nibbles.shape == (9, 192)
+    assert nibbles.shape == (9, 768)
     assert int(nibbles.max()) == 15
     assert int(nibbles.min()) == 0
-    assert scale.shape == minimum.shape == (9, 6)
-    spread = nibbles.double().view(9, 6, 32) * scale.double().unsqueeze(-1)
-    rebuilt = (spread + minimum.double().unsqueeze(-1)).view(9, 192)
+    assert scale.shape == minimum.shape == (9, 24)
+    spread = nibbles.double().view(9, 24, 32) * scale.double().unsqueeze(-1)
+    rebuilt = (spread + minimum.double().unsqueeze(-1)).view(9, 768)
     expected = reference(encoding, tensor.blocks.numpy())
-    torch.testing.assert_close(rebuilt.float(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rebuilt.float(), expected, rtol=1e-6, atol=1e-5)
 
 
 def test_q4_parts_are_refused_for_other_encodings() -> None:
-    with pytest.raises(UnsupportedFormatError, match=r"Q4_0 and Q4_1.*Q6_K"):
+    with pytest.raises(UnsupportedFormatError, match=r"Q4_0, Q4_1, Q4_K tensors, not for Q6_K"):
         quantized("Q6_K", 1, 256).q4_parts()
 
 
