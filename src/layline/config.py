@@ -17,6 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 MAX_THREADS = 1024
+MAX_SIZE = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES and not re.fullmatch(r"cuda:\d+", self.device):
+        if self.device not in DEVICES:
             raise UsageError(one_of("device", self.device, DEVICES))
         if self.dtype not in DTYPES:
             raise UsageError(one_of("dtype", self.dtype, DTYPES))
@@ -48,16 +49,33 @@ class EngineConfig:
         _require_positive("kv_memory", self.kv_memory)
         _require_positive("max_running", self.max_running)
         _require_positive("prefill_tokens", self.prefill_tokens)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise UsageError(f"seed {self.seed!r} must be an integer")
 
 
 def parse_size(value: int | str | None, name: str = "kv_memory") -> int | None:
     """Bytes from a number or from text such as ``512M`` or ``2GiB`` (powers of 1024)."""
-    if value is None or isinstance(value, int):
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
-    match = _SIZE.fullmatch(value.strip())
-    if match is None:
-        raise UsageError(f"{name} {value!r} is not a size; expected bytes or a form like 512M, 2G")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    size = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
+    if not 1 <= size < MAX_SIZE:
+        raise UsageError(
+            f"{name} {shorten(value)} is not a size; expected bytes or a form like 512M, 2G"
+        )
+    return int(size)
+
+
+def shorten(value: object, most: int = 60) -> str:
+    """``repr(value)``, cut to a length that fits a message."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def default_threads() -> int:
+    """OMP_NUM_THREADS where it is a number, else the cores this process may run on."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() and 0 < int(asked) <= MAX_THREADS else usable_cores()
 
 
 def usable_cores() -> int:

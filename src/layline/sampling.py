@@ -149,11 +149,6 @@ class SamplingParams:
             self.needs_repetition or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
 
-    @property
-    def needs_filter(self) -> bool:
-        """Whether top-k, top-p or min-p may remove ids from the draw."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
 
 def fresh_seed() -> int:
     """An unpredictable seed in the range that ``SamplingParams.seed`` accepts."""

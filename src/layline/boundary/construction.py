@@ -12,9 +12,10 @@ from layline.boundary.contracts import (
     StageKind,
     StageOutput,
 )
-from layline.boundary.layout import BatchVariant, Layout
-from layline.boundary.planning.edge import plan_edge
-from layline.boundary.planning.records import Op, Place
+from layline.boundary.exit import ExitStep, bind_exit
+from layline.boundary.layout import BatchVariant, Layout, TokenAxis
+from layline.boundary.planning.edge import plan_edge, plan_exit
+from layline.boundary.planning.records import Op, OpKind, Place
 from layline.boundary.prepare import PrepareStep, bind_prepare
 from layline.errors import BoundaryUnsupportedError, DeclarationError
 from layline.topology import Topology
@@ -22,11 +23,18 @@ from layline.topology import Topology
 
 @dataclass(frozen=True)
 class BoundPath:
-    """One variant's contract, its planned operations, and the functions bound to them."""
+    """One variant's contract, its planned operations, and the functions bound to them.
+
+    ``ops`` are those of the edge into the stage, ``leaving`` is the one at the stage's own exit;
+    ``consumes`` says whether the path applies a contribution that its producer left.
+    """
 
     decl: StageDecl
     ops: tuple[Op, ...]
+    leaving: Op
     steps: tuple[PrepareStep, ...]
+    leave: ExitStep
+    consumes: bool
 
 
 @dataclass(frozen=True)
@@ -61,12 +69,12 @@ def resolve_stage(declaration: StageDeclaration, topology: Topology) -> StageDec
             f"a mesh of {topology.world_size} ranks has no boundary paths in this version; "
             "expected one rank"
         )
-    every_row = Layout()
+    rows = Layout.over(topology, (TokenAxis.ATTN_DP,))
     return StageDecl(
         kind=declaration.kind,
         variant=BatchVariant.ORDINARY,
-        input=StageInput(every_row, declaration.read),
-        output=StageOutput(every_row, None, declaration.update),
+        input=StageInput(rows, declaration.read),
+        output=StageOutput(rows, None, declaration.update),
     )
 
 
@@ -83,5 +91,8 @@ def build_plan(declaration: StageDeclaration, topology: Topology) -> StagePlan:
     """Plan every supported variant of a stage and bind its prepare steps."""
     decl, edge = plan_stage(declaration, topology)
     ops = plan_edge(edge)
+    leaving = plan_exit(decl.output)
     steps = bind_prepare(tuple(op for op in ops if op.place is Place.PREPARE))
-    return StagePlan(declaration, {decl.variant: BoundPath(decl, ops, steps)})
+    consumes = any(op.kind is OpKind.UPDATE_AND_READ for op in ops)
+    path = BoundPath(decl, ops, leaving, steps, bind_exit(leaving), consumes)
+    return StagePlan(declaration, {decl.variant: path})

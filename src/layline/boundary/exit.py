@@ -6,11 +6,13 @@ it the previous flags stand again, also when compute raises. ``finish`` then rec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from layline.boundary.planning.records import Op, OpKind
 from layline.boundary.residual import StageUpdate
 from layline.boundary.residual.stream import ResidualStream
 from layline.errors import StreamError
@@ -34,14 +36,36 @@ def get_forward() -> ForwardFlags:
     return _forward.get()
 
 
+ExitStep = Callable[[ResidualStream, StageUpdate, Any], Any]
+
+
+def _leave(stream: ResidualStream, update: StageUpdate, hidden_states: Any) -> Any:
+    return stream.leave(hidden_states, update)
+
+
+def _update(stream: ResidualStream, update: StageUpdate, hidden_states: Any) -> Any:
+    return stream.write(update.apply(hidden_states, stream.residual))
+
+
+_STEPS: dict[OpKind, ExitStep] = {OpKind.LEAVE: _leave, OpKind.UPDATE: _update}
+
+
+def bind_exit(op: Op) -> ExitStep:
+    """The function of the operation at a producer's exit."""
+    return _STEPS[op.kind]
+
+
 class StageExit:
     """The exit scope of an FFN or of a mixer that obeys exit flags."""
 
-    __slots__ = ("_state", "_stream", "_token", "_update", "flags")
+    __slots__ = ("_leave", "_state", "_stream", "_token", "_update", "flags")
 
-    def __init__(self, stream: ResidualStream, update: StageUpdate, flags: ForwardFlags) -> None:
+    def __init__(
+        self, stream: ResidualStream, update: StageUpdate, leave: ExitStep, flags: ForwardFlags
+    ) -> None:
         self._stream = stream
         self._update = update
+        self._leave = leave
         self.flags = flags
         self._state = "new"
         self._token: Token[ForwardFlags] | None = None
@@ -74,11 +98,4 @@ class StageExit:
         if self._state != "computed":
             raise StreamError(f"finish() needs a computed stage; this exit is {self._state}")
         self._state = "finished"
-        return leave(self._stream, self._update, hidden_states)
-
-
-def leave(stream: ResidualStream, update: StageUpdate, hidden_states: Any) -> Any:
-    """Record a complete output, or write the residual where the update belongs to the producer."""
-    if update.at_producer:
-        return stream.write(update.apply(hidden_states, stream.residual))
-    return stream.leave(hidden_states, update)
+        return self._leave(self._stream, self._update, hidden_states)

@@ -89,7 +89,8 @@ def make_stages(
     """Assemble local stages in order; returns one independent boundary per item.
 
     ``previous`` is the producer before the first stage (None at the stack's entry), ``following``
-    the consumer after the last one, ``terminal`` marks the end of the model's stack.
+    the consumer after the last one (its own ``previous`` may be left out: it is the last stage
+    here), ``terminal`` marks the end of the model's stack.
     """
     for index, item in enumerate(items):
         if not isinstance(item, tuple) or len(item) != 2:
@@ -136,7 +137,7 @@ def _make_stage(
         raise DeclarationError(
             f"a {declaration.kind.value} declaration cannot make a stage of kind {kind.value}"
         )
-    if following is not None and following.previous != declaration:
+    if following is not None and following.previous is None:
         raise DeclarationError("following must name this stage in its previous")
     _require_consistent(declaration, following)
     return StageBoundary(build_plan(declaration, topology), norm)
@@ -146,6 +147,8 @@ def _require_consistent(last: StageDeclaration, following: StageDeclaration | No
     if following is None:
         return
     _require_declaration(following, "following")
+    if following.previous is not None and following.previous != last:
+        raise DeclarationError("following must name this stage in its previous")
     if last.terminal:
         raise DeclarationError("a terminal stage has no following stage")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from layline.boundary.construction import StagePlan
 from layline.boundary.contracts import BatchState, ProducerReduction, StageDeclaration
-from layline.boundary.exit import ForwardFlags, StageExit, leave
+from layline.boundary.exit import ForwardFlags, StageExit
 from layline.boundary.prepare import Transit
 from layline.boundary.residual.batch import stream_of
 from layline.boundary.residual.stream import StreamState
@@ -51,6 +51,11 @@ class StageBoundary:
         if stream.contribution is not None and stream.contribution.owed is not None:
             hidden_states = stream.complete(hidden_states)
         contribution = stream.take(hidden_states)
+        if contribution is not None and not path.consumes:
+            raise StreamError(
+                "an output is pending, but this stage's declaration names no previous stage that "
+                "leaves one; give make_stages the actual producer as previous"
+            )
         transit = Transit(hidden_states, contribution, stream.residual, self._read, self._norm)
         for step in path.steps:
             step(transit)
@@ -61,10 +66,13 @@ class StageBoundary:
         """Record the output of a stage whose compute never reduces (PARTIAL)."""
         if self._plan.declaration.reduction is not ProducerReduction.PARTIAL:
             raise StreamError("a SCOPED stage publishes through exit(), not finish()")
-        return leave(stream_of(forward_batch), self._update, hidden_states)
+        path = self._plan.path(forward_batch.variant)
+        return path.leave(stream_of(forward_batch), self._update, hidden_states)
 
     def exit(self, forward_batch: BatchState) -> StageExit:
         """The scope to compute in; call ``finish`` on it afterwards."""
         if self._plan.declaration.reduction is ProducerReduction.PARTIAL:
             raise StreamError("a PARTIAL stage publishes through finish(), not exit()")
-        return StageExit(stream_of(forward_batch), self._update, _KEEP_NOTHING_BACK)
+        path = self._plan.path(forward_batch.variant)
+        stream = stream_of(forward_batch)
+        return StageExit(stream, self._update, path.leave, _KEEP_NOTHING_BACK)

@@ -96,7 +96,7 @@ def usage_message(error: Exception) -> str | None:
         message = unknown_option(found.option_name, found.ctx)
     elif "MissingParameter" in kinds:
         name = shown_name(found.param)
-        expected = getattr(found.param, "help", None) or name
+        expected = parameter_help(found.param, found.ctx) or name
         message = f"missing {name}; {found.ctx.command_path} expects {expected}"
     elif "BadOptionUsage" in kinds and "requires" in found.message:
         message = f"{found.option_name} has no value; expected {option_help(found)}"
@@ -105,6 +105,13 @@ def usage_message(error: Exception) -> str | None:
     else:
         message = found.format_message()
     return str(message)
+
+
+def parameter_help(parameter: Any, ctx: Any) -> str | None:
+    """A parameter's help text, which typer keeps in the record it prints."""
+    record = parameter.get_help_record(ctx) if ctx is not None else None
+    text = getattr(parameter, "help", None) or (record[1] if record else None)
+    return None if text is None else str(text).split("  [")[0]
 
 
 def option_help(error: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,15 +16,6 @@ from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams, fresh_seed
 from layline.text.detokenize import IncrementalDecoder
 from layline.text.stop import StopMatcher
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One generated token of one request and the text it released."""
-
-    request: Request
-    token_id: int
-    text: str
 
 
 class Engine:
@@ -77,24 +67,21 @@ class Engine:
         self._scheduler.remove(request)
 
     @torch.inference_mode()
-    def step(self) -> list[TokenEvent]:
-        """Run one step and return the tokens it produced; empty while a prompt is incomplete."""
+    def step(self) -> None:
+        """Run one step; the tokens it produces go to their requests' ``events``."""
         plan = self._scheduler.next_step()
         if plan is None:
-            return []
+            return
         logits = self._loaded.runner.run(plan)
-        self._scheduler.complete(plan)
         requests = [entry.request for entry in plan.entries if entry.samples]
         sampled = self._sampler.sample(logits, [request.row for request in requests])
-        events = []
-        for request, token_id, logprobs in zip(
-            requests, sampled.read(), sampled.logprobs, strict=True
-        ):
-            text = request.accept(token_id, logprobs)
+        tokens = list(zip(requests, sampled.read(), sampled.logprobs, strict=True))
+        # Only now: a step that failed or was interrupted can be run again as if it had not begun.
+        self._scheduler.complete(plan)
+        for request, token_id, logprobs in tokens:
+            request.accept(token_id, logprobs)
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
-            events.append(TokenEvent(request, token_id, text))
-        return events
 
     def _check_prompt(self, prompt_ids: Sequence[int], room: int) -> None:
         if not prompt_ids:

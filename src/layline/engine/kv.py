@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import torch
 
@@ -10,7 +12,7 @@ from layline.errors import UsageError
 from layline.models.config import DecoderConfig
 
 BLOCK_SIZE = 16
-CPU_CAP = 4 << 30  # Untouched pages cost nothing on the CPU; this bounds what a busy run may touch.
+CPU_SHARE = 0.5  # Of the machine's memory. Pages that no token has touched cost nothing.
 CUDA_SHARE = 0.8  # Of the memory free after loading; the rest is for activations.
 
 
@@ -28,24 +30,28 @@ def num_blocks(
 ) -> int:
     """Blocks of the cache, block 0 included.
 
-    Raises UsageError when ``kv_memory`` cannot hold one sequence of ``max_model_len`` tokens.
+    Raises UsageError when one sequence of ``max_model_len`` tokens does not fit.
     """
     block_bytes = slot_bytes(config, dtype) * BLOCK_SIZE
     longest = -(-max_model_len // BLOCK_SIZE)
-    wanted = engine.max_running * longest
-    if engine.kv_memory is not None:
-        fitting = engine.kv_memory // block_bytes - 1
-        if fitting < longest:
-            raise UsageError(
-                f"kv_memory {engine.kv_memory} holds {max(fitting, 0) * BLOCK_SIZE} tokens; "
-                f"expected room for max_model_len {max_model_len}, which takes "
-                f"{(longest + 1) * block_bytes} bytes"
-            )
-        return min(wanted, fitting) + 1
-    cap = CPU_CAP
+    available, name = engine.kv_memory, "kv_memory"
+    if available is None:
+        available, name = _available(device), "the memory for keys and values"
+    fitting = available // block_bytes - 1
+    if fitting < longest:
+        raise UsageError(
+            f"{name} {available} bytes holds {max(fitting, 0) * BLOCK_SIZE} tokens; expected room "
+            f"for max_model_len {max_model_len}, which takes {(longest + 1) * block_bytes}; lower "
+            "max_model_len"
+        )
+    return min(engine.max_running * longest, fitting) + 1
+
+
+def _available(device: torch.device) -> int:
+    """Bytes the cache may have where the configuration does not say."""
     if device.type == "cuda":
-        cap = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
-    return min(wanted, max(longest, cap // block_bytes)) + 1
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SHARE)
 
 
 def allocate(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layline.config import EngineConfig, parse_size
@@ -24,8 +25,10 @@ class LLM:
     """A loaded model that answers.
 
     Keywords are the command line's flags with underscores: ``model``, ``device``, ``dtype``,
-    ``threads``, ``max_model_len``, ``kv_memory`` (bytes, or text such as ``"512M"``),
-    ``max_running``. Raises UsageError or CheckpointError with a one-line message.
+    ``threads`` (of torch in the whole process), ``max_model_len``, ``kv_memory`` (bytes, or text
+    such as ``"512M"``), ``max_running``; also ``prefill_tokens``, the most prompt tokens of one
+    step, and ``seed``, that of the random weights of ``config:DIR``. Raises UsageError or
+    CheckpointError with a one-line message.
     """
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
@@ -58,7 +61,7 @@ class LLM:
         return self._loaded.max_model_len
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes of weights (all copies) and of the whole key-value cache."""
+        """Bytes of the weight matrices (all copies) and of the whole key-value cache."""
         return {"weights": self._loaded.weight_bytes, "kv_cache": self._loaded.cache_bytes}
 
     def generate(
@@ -91,66 +94,99 @@ class LLM:
         """Answer a conversation. Raises PromptError when the model has no chat template."""
         return self.generate([self.tokenizer.apply_chat(messages)], params)[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
-        """Continue a prompt piece by piece; closing the iterator ends the request.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
+        """Continue a prompt piece by piece; closing the stream ends the request.
 
-        The prompt is checked when this is called, not when the first piece is asked for.
+        The prompt is checked when this is called, not when the first piece is asked for. Several
+        streams may be read in turn; their requests run together.
         """
-        request = self._engine.submit(self._encode(prompt), params or SamplingParams())
-        return self._chunks(request)
+        request = self._engine.submit(self._encode(prompt), _checked(params or SamplingParams()))
+        return TokenStream(self._engine, request)
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
-    ) -> Iterator[StreamChunk]:
+    ) -> TokenStream:
         """Answer a conversation piece by piece."""
         return self.stream(self.tokenizer.apply_chat(messages), params)
 
-    def _chunks(self, request: Request) -> Iterator[StreamChunk]:
-        try:
-            while request.finish_reason is None:
-                for event in self._engine.step():
-                    if event.request is not request:
-                        continue
-                    reason = request.finish_reason
-                    yield StreamChunk(
-                        event.text,
-                        [event.token_id],
-                        None if reason is None else reason.value,
-                        None if reason is None else _output(request),
-                    )
-        finally:
-            self._engine.abort(request)
-
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            if not prompt:
+                raise PromptError("the prompt is empty; expected some text")
             return self.tokenizer.encode(prompt)
-        for token_id in prompt:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise PromptError(f"a prompt of token ids holds {token_id!r}; expected integers")
-        return list(prompt)
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+            raise PromptError(f"prompt {prompt!r} is neither text nor a list of token ids")
+        return [_token_id(value) for value in prompt]
+
+
+class TokenStream(Iterator[StreamChunk]):
+    """The pieces of one answer, as they are generated. A context manager, and its own iterator."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+
+    def __next__(self) -> StreamChunk:
+        request = self._request
+        while not request.events:
+            if request.finish_reason is not None:
+                raise StopIteration
+            self._engine.step()
+        event = request.events.popleft()
+        reason = event.finish_reason
+        return StreamChunk(
+            event.text,
+            [event.token_id],
+            None if reason is None else reason.value,
+            None if reason is None else _output(request),
+        )
+
+    def close(self) -> None:
+        """End the request, wherever it is, and free what it holds; a second call does nothing."""
+        self._request.events.clear()
+        self._engine.abort(self._request)
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _token_id(value: object) -> int:
+    if isinstance(value, (bool, str)) or not hasattr(value, "__index__"):
+        raise PromptError(f"a prompt of token ids holds {value!r}; expected integers")
+    return operator.index(value)
+
+
+def _checked(params: object) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise UsageError(f"params must be SamplingParams, found {type(params).__name__}")
+    return params
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    listed = list(prompts)
-    if not listed:
-        return []
-    if all(isinstance(item, int) for item in listed):
-        return [listed]  # type: ignore[list-item]
-    return listed  # type: ignore[return-value]
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        return [prompts]  # What is not text is refused when it is encoded.
+    listed: list[Any] = list(prompts)
+    if listed and not isinstance(listed[0], str) and hasattr(listed[0], "__index__"):
+        return [listed]
+    return listed
 
 
 def _as_params(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if isinstance(params, (str, Mapping)) or not isinstance(params, Sequence):
+        params = [_checked(params)]
     if len(params) != count:
         raise UsageError(f"{len(params)} sampling parameters for {count} prompts; expected as many")
-    return list(params)
+    return [_checked(one) for one in params]
 
 
 def _output(request: Request) -> GenerationOutput:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from layline.config import EngineConfig, usable_cores
+from layline.config import EngineConfig, default_threads
 from layline.engine import kv
 from layline.engine.runner import Runner
 from layline.errors import UsageError
@@ -55,8 +55,9 @@ def load_model(engine: EngineConfig) -> LoadedModel:
     Raises UsageError or CheckpointError with one line that names the value or file at fault.
     """
     device = resolve_device(engine.device)
-    torch.set_num_threads(engine.threads or usable_cores())
     checkpoint = open_checkpoint(engine.model, seed=engine.seed)
+    # Torch has one count for the process: the model that is loaded last decides.
+    torch.set_num_threads(engine.threads or default_threads())
     try:
         return _load(engine, checkpoint, device)
     finally:

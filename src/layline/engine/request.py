@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
@@ -10,6 +11,15 @@ from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.text.detokenize import IncrementalDecoder
 from layline.text.stop import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token, the text it released, and whether it ended the request."""
+
+    token_id: int
+    text: str
+    finish_reason: FinishReason | None
 
 
 class FinishReason(Enum):
@@ -38,6 +48,7 @@ class Request:
     most_tokens: int
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    events: deque[TokenEvent] = field(default_factory=deque)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     text: str = ""
@@ -56,8 +67,8 @@ class Request:
         """True when every prompt token is in the cache."""
         return self.num_computed >= len(self.prompt_ids)
 
-    def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
-        """Take one generated token; returns the text that it makes safe to show."""
+    def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Take one generated token: its text, and whether the request ends with it."""
         self.last_token = perf_counter()
         if not self.output_ids:
             self.first_token = self.last_token
@@ -73,15 +84,16 @@ class Request:
             if len(self.output_ids) >= self.most_tokens:
                 self.finish_reason = FinishReason.LENGTH
                 released += self.decoder.finish()
-        return self._release(released)
-
-    def _release(self, text: str) -> str:
-        # Stop strings, like end ids, wait for min_tokens.
-        if len(self.output_ids) > self.params.min_tokens or self.params.min_tokens == 0:
-            text, matched = self.stops.feed(text)
-            if matched is not None:
-                self.finish_reason = FinishReason.STOP
-            elif self.finish_reason is not None:
-                text += self.stops.flush()
+        text, matched = self.stops.feed(released, armed=self._may_stop)
+        if matched is not None:
+            self.finish_reason = FinishReason.STOP
+        elif self.finish_reason is not None:
+            text += self.stops.flush()
         self.text += text
-        return text
+        self.events.append(TokenEvent(token_id, text, self.finish_reason))
+
+    @property
+    def _may_stop(self) -> bool:
+        """Stop strings, like end ids, wait for ``min_tokens`` tokens before the one that ends."""
+        minimum = self.params.min_tokens
+        return minimum == 0 or len(self.output_ids) > minimum

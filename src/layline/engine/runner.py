@@ -24,19 +24,24 @@ class Runner:
         self._windows = frozenset(model.config.windows)
 
     def run(self, plan: StepPlan) -> torch.Tensor:
-        """Logits [sampling rows, vocabulary] in the order of the plan's sampling entries."""
-        hidden = self.model.forward(self._ids(plan), self._batch(plan))
-        rows = sampling_rows(plan)
-        if len(rows) != hidden.shape[0]:
-            hidden = hidden.index_select(0, torch.tensor(rows, device=self._device))
-        return self.model.logits(hidden)
+        """Logits [sampling rows, vocabulary] in the order of the plan's sampling entries.
+
+        A step in which no prompt is complete gives no rows.
+        """
+        return self.score(self.hidden_states(plan), plan)
 
     def hidden_states(self, plan: StepPlan) -> torch.Tensor:
-        """Normalised hidden states of every row, [tokens, hidden]."""
-        return self.model.forward(self._ids(plan), self._batch(plan))
+        """Normalised hidden states of every row, [tokens, hidden]; the cache is written."""
+        ids = torch.tensor(plan.token_ids, dtype=torch.int64, device=self._device)
+        return self.model.forward(ids, self._batch(plan))
 
-    def _ids(self, plan: StepPlan) -> torch.Tensor:
-        return torch.tensor(plan.token_ids, dtype=torch.int64, device=self._device)
+    def score(self, hidden: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """Logits of those rows of ``hidden`` that the plan samples from."""
+        rows = sampling_rows(plan)
+        if len(rows) != hidden.shape[0]:
+            index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+            hidden = hidden.index_select(0, index)
+        return self.model.logits(hidden)
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         spans = [entry.span for entry in plan.entries]

@@ -33,9 +33,9 @@ class Int4Weight:
     scales_and_zeros: torch.Tensor
 
     def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """``x @ weight.T`` for bfloat16 ``x_TK``; [tokens, N]."""
+        """``x @ weight.T``, computed from bfloat16 ``x_TK``; bfloat16 [tokens, N]."""
         out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x_TK, self.tiles, GROUP, self.scales_and_zeros
+            x_TK.to(torch.bfloat16), self.tiles, GROUP, self.scales_and_zeros
         )
         return out
 
@@ -53,8 +53,8 @@ class Int8Weight:
     scales: torch.Tensor
 
     def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """``x @ weight.T`` for bfloat16 ``x_TK``; bfloat16 [tokens, N]."""
-        return torch._weight_int8pack_mm(x_TK, self.values, self.scales)
+        """``x @ weight.T``, computed from bfloat16 ``x_TK``; bfloat16 [tokens, N]."""
+        return torch._weight_int8pack_mm(x_TK.to(torch.bfloat16), self.values, self.scales)
 
     @property
     def num_bytes(self) -> int:

@@ -6,13 +6,12 @@ thousand pages costs as much as a tenth of the step; 2 MiB pages need five hundr
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
 import threading
 from math import prod
 
 import torch
+
+from layline.weights.pages import ask_huge_pages
 
 HUGE_PAGE = 2 << 20
 CHUNK = 16 << 20  # Requested at a time; the unused end of the last one is never touched.
@@ -56,10 +55,5 @@ def _huge_chunk(num_bytes: int) -> torch.Tensor:
     raw = torch.empty(num_bytes + HUGE_PAGE, dtype=torch.uint8)
     start = -raw.data_ptr() % HUGE_PAGE
     chunk = raw[start : start + num_bytes]
-    if sys.platform == "linux":
-        advice = getattr(mmap, "MADV_HUGEPAGE", 14)
-        # Advice only: a refusal leaves ordinary pages, which work as well.
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(chunk.data_ptr()), ctypes.c_size_t(num_bytes), advice
-        )
+    ask_huge_pages(chunk)
     return chunk

@@ -15,14 +15,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from layline.layers.forward_batch import AttentionPlan
 from layline.layers.spans import Phase, SequenceSpan
 
 QUERY_ROWS = 128
 NULL_SLOT = 0  # Block 0 is never given to a sequence; its rows stay zero, so padding reads zeros.
-
-
-class AttentionPlan(Protocol):
-    """A backend's prepared view of one step: made once, used by every layer."""
 
 
 class AttentionBackend(Protocol):
@@ -81,7 +78,7 @@ class _Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchAttentionPlan:
+class TorchAttentionPlan(AttentionPlan):
     """Prepared reads for each attention window of the model."""
 
     num_sequences: int

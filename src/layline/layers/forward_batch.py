@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from layline.boundary.layout import BatchVariant
+from layline.boundary.residual.stream import ResidualStream
 from layline.layers.spans import Phase
 
-if TYPE_CHECKING:
-    from layline.layers.attention import AttentionPlan
+
+class AttentionPlan:
+    """A backend's prepared view of one step, made once and used by every layer; see attention."""
+
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -29,4 +32,4 @@ class ForwardBatch:
     slots: torch.Tensor | slice
     attention: AttentionPlan
     variant: BatchVariant = BatchVariant.ORDINARY
-    residual_stream: Any = None
+    residual_stream: ResidualStream | None = None

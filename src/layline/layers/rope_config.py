@@ -17,6 +17,7 @@ from layline.errors import UnsupportedModelError, one_of
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
 
+_ORIGINAL = "original_max_position_embeddings"
 _REQUIRED = {
     "default": (),
     "linear": ("factor",),
@@ -57,31 +58,44 @@ def parse_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise UnsupportedModelError(one_of("rope type", kind, ROPE_TYPES))
-    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial is not None and float(partial) != 1.0:
-        raise UnsupportedModelError(
-            f"partial_rotary_factor {partial} is not supported; expected 1.0 (whole heads rotate)"
-        )
     for name in _REQUIRED[kind]:
         if scaling.get(name) is None:
             raise UnsupportedModelError(f"rope type {kind!r} needs {name!r} in its parameters")
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA
-    original = (
-        config.get("original_max_position_embeddings")
-        or scaling.get("original_max_position_embeddings")
-        or max_position
+    # Older files keep these beside the scaling, not in it.
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if scaling.get(name) is None:
+            scaling[name] = config.get(name)
+    if config.get(_ORIGINAL) is not None:
+        scaling[_ORIGINAL] = config[_ORIGINAL]
+    partial = _number(scaling, "partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor {partial} is not supported; expected 1.0 (whole heads rotate)"
+        )
+    theta = _number(scaling, "rope_theta", DEFAULT_THETA)
+    if theta <= 1.0:
+        raise UnsupportedModelError(f"rope_theta {theta} must be more than 1")
+    factor = _number(scaling, "factor", 1.0)
+    low, high = (
+        _number(scaling, "low_freq_factor", 1.0),
+        _number(scaling, "high_freq_factor", 4.0),
     )
-    factor = _positive("factor", scaling.get("factor", 1.0))
+    if kind == "llama3" and low >= high:
+        raise UnsupportedModelError(
+            f"low_freq_factor {low} must be less than high_freq_factor {high}"
+        )
     return RopeConfig(
         kind=kind,
-        theta=_positive("rope_theta", theta),
+        theta=theta,
         factor=factor,
         # Dynamic scaling grows from the context the configuration states, as transformers does.
-        original_context=int(max_position if kind == "dynamic" else original),
-        low_freq_factor=_positive("low_freq_factor", scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=_positive("high_freq_factor", scaling.get("high_freq_factor", 4.0)),
-        beta_fast=_positive("beta_fast", scaling.get("beta_fast") or 32.0),
-        beta_slow=_positive("beta_slow", scaling.get("beta_slow") or 1.0),
+        original_context=int(
+            max_position if kind == "dynamic" else _number(scaling, _ORIGINAL, max_position)
+        ),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=_number(scaling, "beta_fast", 32.0),
+        beta_slow=_number(scaling, "beta_slow", 1.0),
         attention_factor=_attention_factor(kind, factor, scaling),
         truncate=bool(scaling.get("truncate", True)),
     )
@@ -91,12 +105,11 @@ def _attention_factor(kind: str, factor: float, scaling: Mapping[str, Any]) -> f
     """YaRN's temperature on cos and sin (https://arxiv.org/abs/2309.00071, equation 22)."""
     if kind != "yarn":
         return 1.0
-    explicit = scaling.get("attention_factor")
-    if explicit is not None:
-        return float(explicit)
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return _magnitude(factor, float(mscale)) / _magnitude(factor, float(mscale_all_dim))
+    if scaling.get("attention_factor") is not None:
+        return _number(scaling, "attention_factor", 1.0)
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        above = _magnitude(factor, _number(scaling, "mscale", 1.0))
+        return above / _magnitude(factor, _number(scaling, "mscale_all_dim", 1.0))
     return _magnitude(factor, 1.0)
 
 
@@ -113,7 +126,11 @@ def _as_dict(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _positive(name: str, value: object) -> float:
+def _number(scaling: Mapping[str, Any], name: str, default: float) -> float:
+    """A positive finite number, or ``default`` where the key is absent or null."""
+    value = scaling.get(name)
+    if value is None:
+        return default
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UnsupportedModelError(f"{name} must be a number, found {value!r}")
     number = float(value)

@@ -11,7 +11,7 @@ from layline.layers.rope_config import RopeConfig, parse_rope
 
 ACTIVATIONS = ("silu", "swish")
 MAX_EXTENT = 1 << 24  # No decoder has a dimension near 16 million; larger is a corrupt file.
-MISTRAL_DEFAULT_WINDOW = 4096
+DEFAULT_WINDOW = 4096  # What Mistral and Qwen configurations mean by an absent key.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +101,14 @@ def parse_decoder(config: Mapping[str, Any], **family: Any) -> DecoderConfig:
         max_position=max_position,
         norm_eps=eps,
         rope=parse_rope(config, max_position),
-        tied_head=_flag(config, "tie_word_embeddings"),
+        tied_head=flag(config, "tie_word_embeddings"),
         **{"windows": (None,) * num_layers, **family},
     )
 
 
 def mistral_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Every layer slides when ``sliding_window`` is set; an absent key means the family default."""
-    value = config.get("sliding_window", MISTRAL_DEFAULT_WINDOW)
+    value = config.get("sliding_window", DEFAULT_WINDOW)
     window = None if value is None else _extent({"sliding_window": value}, "sliding_window")
     return (window,) * _extent(config, "num_hidden_layers")
 
@@ -117,8 +117,8 @@ def qwen_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Windows from ``layer_types``, or from ``max_window_layers`` in older configurations."""
     layers = _extent(config, "num_hidden_layers")
     window = None
-    if config.get("use_sliding_window") and config.get("sliding_window") is not None:
-        window = _extent(config, "sliding_window")
+    if flag(config, "use_sliding_window") and config.get("sliding_window", DEFAULT_WINDOW):
+        window = _extent(config, "sliding_window", default=DEFAULT_WINDOW)
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
@@ -133,7 +133,8 @@ def qwen_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def _flag(config: Mapping[str, Any], key: str) -> bool | None:
+def flag(config: Mapping[str, Any], key: str) -> bool | None:
+    """A true, false or absent key. Raises UnsupportedModelError for anything else."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise UnsupportedModelError(f"{key} must be true or false, found {value!r}")

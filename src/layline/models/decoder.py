@@ -178,7 +178,7 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all weights: the table, and every copy each linear layer holds."""
+        """Memory of the matrices: the table, and every copy each linear layer holds."""
         linears = [self.lm_head]
         for layer in self.layers:
             linears += [layer.self_attn.qkv_proj, layer.self_attn.o_proj]
@@ -218,4 +218,6 @@ class Decoder:
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Scores [rows, vocabulary], FP32 or the run's dtype; always by the decode kernel."""
+        if hidden_states.shape[0] == 0:
+            return hidden_states.new_empty(0, self.config.vocab_size)
         return self.lm_head(hidden_states, Phase.DECODE)

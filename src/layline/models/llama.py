@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from layline.models.config import DecoderConfig, parse_decoder
+from layline.models.config import DecoderConfig, flag, parse_decoder
 from layline.models.stack import dense_stack
 
 ARCHITECTURES = ("LlamaForCausalLM",)
@@ -15,10 +15,10 @@ stack = dense_stack
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
     """A config.json of this family as a DecoderConfig."""
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = bool(flag(config, "attention_bias"))
     return parse_decoder(
         config,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=bool(flag(config, "mlp_bias")),
     )

@@ -111,7 +111,9 @@ class ModelLoader:
         if tied is None:
             tied = full_name not in self._infos and not self._makes_weights
         if tied:
-            self._used.add(full_name)
+            if full_name in self._infos:
+                self._check(full_name, shape)
+                self._used.add(full_name)
             return self._head_on(embedding.table)
         self._check(full_name, shape)
         if self._target.packed:
@@ -149,11 +151,14 @@ class ModelLoader:
             with torch.inference_mode():
                 return build()
 
-        with ThreadPoolExecutor(threads) as pool:
-            built_head = pool.submit(alone, head)
-            built_layers = list(pool.map(alone, layers))
-        torch.set_num_threads(threads)
-        return built_head.result(), built_layers
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                built_head = pool.submit(alone, head)
+                built_layers = list(pool.map(alone, layers))
+            return built_head.result(), built_layers
+        finally:
+            # New threads take over the count that was set last, in whichever thread.
+            torch.set_num_threads(threads)
 
     def finish(self) -> None:
         """Raise TensorError if the file holds tensors that no layer asked for."""
@@ -243,4 +248,4 @@ def pack(matrices: Sequence[QuantizedTensor], arena: WeightArena) -> PackedWeigh
 
 def _is_derived(name: str) -> bool:
     """Buffers that older checkpoints saved although they follow from the configuration."""
-    return name.endswith(("rotary_emb.inv_freq", "attention.bias", "masked_bias"))
+    return name.endswith("rotary_emb.inv_freq")

@@ -33,17 +33,19 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def feed(self, text: str) -> tuple[str, str | None]:
+    def feed(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
         """Add ``text``; returns (text safe to release, the matched stop string or None).
 
-        After a match the text is over: what is fed then is dropped.
+        A stop string that is complete while ``armed`` is False is ordinary text; one that is then
+        only begun still counts once it is complete. After a match the text is over: what is fed
+        then is dropped.
         """
         if self.matched is not None:
             return "", self.matched
         if not self._stops:
             return text, None
         text = self._held + text
-        match = self._first_match(text)
+        match = self._first_match(text) if armed else None
         if match is not None:
             start, stop = match
             self.matched = stop
@@ -67,10 +69,10 @@ class StopMatcher:
         return start, stop
 
     def _start_of_possible_stop(self, text: str) -> int:
-        """Where the longest suffix of ``text`` that begins a stop string starts."""
+        """Where the longest suffix of ``text`` starts that begins but is no stop string yet."""
         for index in range(max(0, len(text) - self._longest_prefix), len(text)):
             if text[index] in self._first_characters:
                 suffix = text[index:]
-                if any(stop.startswith(suffix) for stop in self._stops):
+                if any(len(stop) > len(suffix) and stop.startswith(suffix) for stop in self._stops):
                     return index
         return len(text)

@@ -1,4 +1,4 @@
-"""Copying out of mapped files without keeping their pages.
+"""What the kernel is told about memory: mapped pages to drop, weights to keep on huge pages.
 
 A page of a mapped file counts as this process's memory once it was read. Readers therefore copy a
 piece at a time and give the pages of each piece back; the kernel still caches the file.
@@ -35,11 +35,22 @@ def release_pages(view: torch.Tensor) -> None:
     The data stays valid: it is read from the file again when touched. Only for tensors that view
     a mapped file; on other memory the contents would be lost. Does nothing outside Linux.
     """
-    if sys.platform != "linux" or view.device.type != "cpu" or not view.is_contiguous():
+    if sys.platform == "linux":
+        _advise(view, mmap.MADV_DONTNEED)
+
+
+def ask_huge_pages(memory: torch.Tensor) -> None:
+    """Ask the kernel to back ``memory`` with huge pages; a refusal leaves ordinary ones."""
+    if sys.platform == "linux":
+        _advise(memory, mmap.MADV_HUGEPAGE)
+
+
+def _advise(view: torch.Tensor, advice: int) -> None:
+    if view.device.type != "cpu" or not view.is_contiguous():
         return
     page = mmap.PAGESIZE
     first = -(-view.data_ptr() // page) * page
     last = (view.data_ptr() + view.numel() * view.element_size()) // page * page
     if last > first:
         libc = ctypes.CDLL(None)
-        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)

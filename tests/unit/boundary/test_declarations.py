@@ -126,7 +126,7 @@ def test_the_plan_holds_no_norm_and_no_neighbour() -> None:  # boundary G14
     assert not hasattr(boundary.declaration, "norm")
     path = boundary.plan.path(BatchVariant.ORDINARY)
     held = {field.name for field in dataclasses.fields(path)}
-    assert held == {"decl", "ops", "steps"}
+    assert held == {"decl", "ops", "leaving", "steps", "leave", "consumes"}
 
 
 @pytest.mark.parametrize("variant", [v for v in BatchVariant if v is not BatchVariant.ORDINARY])
@@ -144,7 +144,10 @@ def test_plans_of_one_rank() -> None:
     _, entry = plan_stage(first, Topology())
     assert [op.kind for op in plan_edge(entry)] == [OpKind.ENTER, OpKind.READ]
     _, edge = plan_stage(dataclasses.replace(declare_ffn(), previous=first), Topology())
-    assert [op.kind for op in plan_edge(edge)] == [OpKind.UPDATE_AND_READ]
+    assert [op.kind for op in plan_edge(edge)] == [
+        OpKind.LEAVE,
+        OpKind.UPDATE_AND_READ,
+    ]
     early = LayerResidual(read=PlainRead(), update=PlainUpdate(plain=False, at_producer=True))
     source = declare_attn(residual=early)
     _, edge = plan_stage(dataclasses.replace(declare_ffn(), previous=source), Topology())

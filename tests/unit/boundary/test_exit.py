@@ -9,7 +9,8 @@ import torch
 from test_stream import entered, layer, rows
 
 from layline.boundary import ProducerReduction, declare_attn, get_forward, make_stages
-from layline.boundary.exit import ForwardFlags, StageExit
+from layline.boundary.exit import ForwardFlags, StageExit, bind_exit
+from layline.boundary.planning.edge import LEAVE
 from layline.boundary.residual import batch
 from layline.boundary.residual.add_norm import PlainUpdate
 from layline.boundary.residual.stream import ResidualStream
@@ -19,7 +20,9 @@ SKIP = ForwardFlags(fuse_mlp_allreduce=True)
 
 
 def open_exit(flags: ForwardFlags) -> StageExit:
-    return StageExit(ResidualStream(), PlainUpdate(), flags)
+    stream = ResidualStream()
+    stream.residual = rows(0)
+    return StageExit(stream, PlainUpdate(), bind_exit(LEAVE), flags)
 
 
 def test_flags_stand_inside_the_scope_only() -> None:  # boundary G43
@@ -88,6 +91,25 @@ def test_a_scoped_mixer_uses_an_exit() -> None:  # boundary G54
     with mixer.exit(fb) as output:
         assert not output.skips_reduction
     assert isinstance(output.finish(rows(1)), torch.Tensor)
+
+
+def test_an_output_left_before_any_input_is_refused() -> None:
+    attn, ffn = layer()
+    fb, _, _ = entered(rows(5))
+    batch.start(fb)
+    with pytest.raises(StreamError, match="prepare its input"):
+        attn.finish(rows(1), fb)
+    with ffn.exit(fb) as output:
+        pass
+    with pytest.raises(StreamError, match="prepare its input"):
+        output.finish(rows(1))
+
+
+def test_a_pending_output_is_never_dropped_by_a_stage_that_expects_none() -> None:
+    fb, _, h = entered(rows(5))
+    (entry,) = make_stages((declare_attn(), _norm()))
+    with pytest.raises(StreamError, match="the actual producer as previous"):
+        entry.prepare(h, fb)
 
 
 def _norm() -> Any:

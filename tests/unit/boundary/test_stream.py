@@ -114,6 +114,7 @@ def test_another_object_is_refused(use: str) -> None:  # boundary G56
 
 def test_an_owed_output_is_no_tensor() -> None:  # boundary G57
     stream = ResidualStream()
+    stream.residual = rows(0)
     handle = stream.leave(rows(1), PlainUpdate(), OwedWork("a sum", lambda value: value * 4))
     assert isinstance(handle, OwedOutput)
     assert not isinstance(handle, torch.Tensor)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from layline import LLM, SamplingParams
+from layline.engine.output import StreamChunk
 from layline.errors import (
     ModelNotFoundError,
     PromptError,
@@ -90,6 +91,89 @@ def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
     assert llm.generate([PROMPTS[0]], GREEDY)[0].finish_reason == "length"
 
 
+def test_streams_read_in_turn_lose_nothing(llm: LLM) -> None:
+    alone = [llm.generate([prompt], GREEDY)[0] for prompt in PROMPTS[:2]]
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    pieces: list[list[StreamChunk]] = [[], []]
+    for _ in range(12):
+        for stream, taken in zip(streams, pieces, strict=True):
+            taken.append(next(stream))
+    for stream, taken, wanted in zip(streams, pieces, alone, strict=True):
+        assert list(stream) == []
+        assert [token for chunk in taken for token in chunk.token_ids] == wanted.token_ids
+        assert taken[-1].output is not None
+        assert taken[-1].output.text == wanted.text
+
+
+def test_generating_beside_an_open_stream(llm: LLM) -> None:
+    (wanted,) = llm.generate([PROMPTS[0]], GREEDY)
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    first = next(stream)
+    assert llm.generate([PROMPTS[1]], GREEDY)[0].finish_reason == "length"
+    rest = list(stream)
+    assert [t for chunk in [first, *rest] for t in chunk.token_ids] == wanted.token_ids
+
+
+@pytest.mark.parametrize("how", ["close", "forget", "leave"])
+def test_a_stream_that_was_never_read_leaves_nothing(llm: LLM, how: str) -> None:
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    assert llm._engine.has_work
+    if how == "close":
+        stream.close()
+    elif how == "leave":
+        with stream:
+            pass
+    del stream
+    assert not llm._engine.has_work
+    assert free_blocks(llm)[0] == free_blocks(llm)[1]
+
+
+def test_a_step_that_is_interrupted_can_be_taken_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (wanted,) = llm.generate([PROMPTS[0]], GREEDY)
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    ids = [next(stream).token_ids[0] for _ in range(3)]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine._sampler, "sample", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    ids += [token for chunk in stream for token in chunk.token_ids]
+    assert ids == wanted.token_ids
+
+
+def test_a_prompt_longer_than_one_step(directory: Path, llm: LLM) -> None:
+    """Steps in which no prompt is complete sample nothing."""
+    prompts = [[5 + n % 150 for n in range(50)], PROMPTS[0]]
+    chunked = LLM(str(directory), threads=1, prefill_tokens=11)
+    ours = chunked.generate(prompts, GREEDY)
+    wanted = llm.generate(prompts, GREEDY)
+    assert [output.token_ids for output in ours] == [output.token_ids for output in wanted]
+
+
+def test_a_stop_string_waits_for_min_tokens(llm: LLM) -> None:
+    (whole,) = llm.generate([PROMPTS[0]], GREEDY)
+    ends = [len(llm.tokenizer.decode(whole.token_ids[: n + 1])) for n in range(12)]
+    spanning = whole.text[ends[3] - 1 : ends[3] + 1]
+    first = whole.text.index(spanning)
+    assert first == ends[3] - 1, "the stop string must first appear across tokens 4 and 5"
+
+    def run(minimum: int) -> str:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=12, ignore_eos=True, stop=(spanning,), min_tokens=minimum
+        )
+        return llm.generate([PROMPTS[0]], params)[0].text
+
+    for minimum in (0, 1, 3, 4):
+        assert run(minimum) == whole.text[:first]
+    later = whole.text.find(spanning, first + 1)
+    assert run(5) == (whole.text if later < 0 else whole.text[:later])
+
+
 def test_a_stop_string_cuts_the_text_and_ends_the_request(llm: LLM) -> None:
     (whole,) = llm.generate([PROMPTS[0]], GREEDY)
     words = whole.text
@@ -154,6 +238,10 @@ def test_generation_stops_where_the_context_ends(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
+        (b"abc", "neither text nor a list of token ids"),
+        (5.0, "neither text nor a list of token ids"),
+        ([5, "w2"], "holds 'w2'; expected integers"),
+        ([5, True], "holds True; expected integers"),
         ([], "the prompt is empty"),
         ("", "the prompt is empty"),
         ([5] * CONTEXT, f"has {CONTEXT} tokens; expected at most {CONTEXT - 1}"),
@@ -167,6 +255,25 @@ def test_bad_prompts(llm: LLM, prompt: object, text: str) -> None:
     with pytest.raises(PromptError, match=text):
         llm.stream(prompt, GREEDY)  # type: ignore[arg-type]
     assert free_blocks(llm)[0] == free_blocks(llm)[1]
+
+
+def test_numpy_ids_are_ids(llm: LLM) -> None:
+    import numpy as np
+
+    wanted = llm.generate([PROMPTS[0]], GREEDY)[0].token_ids
+    assert llm.generate(np.array(PROMPTS[0]), GREEDY)[0].token_ids == wanted  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", [GREEDY], [GREEDY, None]])
+def test_bad_params(llm: LLM, params: object) -> None:
+    with pytest.raises(UsageError, match=r"SamplingParams|sampling parameters"):
+        llm.generate(PROMPTS[:2] if params != [GREEDY, None] else [[5], [6]], params)  # type: ignore[arg-type]
+    assert not llm._engine.has_work
+
+
+def test_an_empty_text_is_refused_although_a_bos_would_be_added(llm: LLM) -> None:
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        llm.generate("")
 
 
 def test_one_bad_prompt_leaves_nothing_running(llm: LLM) -> None:
@@ -190,10 +297,16 @@ def test_flags_are_checked(directory: Path) -> None:
         LLM(str(directory), threads=0)
     with pytest.raises(UsageError, match="max_model_len 65 is beyond"):
         LLM(str(directory), max_model_len=CONTEXT + 1)
-    with pytest.raises(UsageError, match="kv_memory 1024 holds 0 tokens"):
+    with pytest.raises(UsageError, match="kv_memory 1024 bytes holds 0 tokens"):
         LLM(str(directory), kv_memory=1024)
-    with pytest.raises(UsageError, match="kv_memory 'lots' is not a size"):
-        LLM(str(directory), kv_memory="lots")
+    for size in ("lots", "9" * 400, 1e9, True, "0"):
+        with pytest.raises(UsageError, match=r"kv_memory .* is not a size"):
+            LLM(str(directory), kv_memory=size)
+    for device in (0, "cuda:01", "gpu"):
+        with pytest.raises(UsageError, match=r"device .* is not one of cpu, cuda"):
+            LLM(str(directory), device=device)
+    with pytest.raises(UsageError, match="seed 'x' must be an integer"):
+        LLM(str(directory), seed="x")
     with pytest.raises(ModelNotFoundError):
         LLM("no-such-model")
     with pytest.raises(SamplingError, match="max_tokens"):

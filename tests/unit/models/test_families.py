@@ -65,7 +65,7 @@ def test_dynamic_rope_scales_past_the_trained_context(tmp_path: Path) -> None:
     transformers keeps rotated keys in its cache, so its cached decode is the reference here.
     """
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
-    model = save_tiny(tmp_path, "Llama", rope_parameters=rope, max_position_embeddings=16)
+    save_tiny(tmp_path, "Llama", rope_parameters=rope, max_position_embeddings=16)
     for length in (10, 25):
         prompt = prompts_of((length,))[0]
         logits, ids, _ = run_greedy(EngineConfig(model=str(tmp_path)), [prompt], 12)
@@ -80,4 +80,3 @@ def test_dynamic_rope_scales_past_the_trained_context(tmp_path: Path) -> None:
                 rows.append(out.logits[0])
         assert_close(logits[0], torch.cat(rows))
         assert ids[0][-1] == step[0]
-    del model

@@ -155,13 +155,9 @@ def test_questions_about_params():
     assert SamplingParams(temperature=9e-6).is_greedy
     assert not SamplingParams(temperature=1e-5).is_greedy
     assert not SamplingParams().needs_penalties
-    assert not SamplingParams().needs_filter
     assert SamplingParams(repetition_penalty=1.1).needs_repetition
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert SamplingParams(**{name: 0.5}).needs_penalties
-    for name in ("top_p", "min_p"):
-        assert SamplingParams(**{name: 0.5}).needs_filter
-    assert SamplingParams(top_k=1).needs_filter
 
 
 def test_logprobs_record_is_plain():

@@ -13,13 +13,15 @@ from tiny_gguf import write_gguf
 
 from layline.config import EngineConfig
 from layline.engine.model import load_model
+from layline.kernels import packed_matmul
 from layline.kernels.packed_matmul import Int4Weight
+from layline.layers import linear as linear_module
 from layline.weights.quantized import FOUR_BIT, block_layout
 from support.families import prompts_of, reference
 from support.run import run_greedy
 from support.tiny import tiny_model
 
-HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 256, 4, 2, 512, 199
+HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 256, 4, 2, 512, 208
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -79,7 +81,13 @@ def encode(matrix: np.ndarray, encoding: str, seed: int) -> np.ndarray:
     return blocks.reshape(matrix.shape[0], -1)
 
 
-def build(path: Path, family: str, encoding: str | None, tied: bool = True) -> Any:
+def build(
+    path: Path,
+    family: str,
+    encoding: str | None,
+    tied: bool = True,
+    mixed: dict[str, str] | None = None,
+) -> Any:
     """Write a GGUF file; returns the transformers model that holds its dequantised weights."""
     import gguf
 
@@ -102,9 +110,10 @@ def build(path: Path, family: str, encoding: str | None, tied: bool = True) -> A
         if permuted:
             array = interleaved(array, permuted)
         if encoding is not None and array.ndim == 2:
-            kind = gguf.GGMLQuantizationType[encoding]
-            blocks = encode(np.ascontiguousarray(array), encoding, index)
-            arrays[gguf_name(name)], encodings[gguf_name(name)] = blocks, encoding
+            chosen = (mixed or {}).get(gguf_name(name).split(".")[-2], encoding)
+            kind = gguf.GGMLQuantizationType[chosen]
+            blocks = encode(np.ascontiguousarray(array), chosen, index)
+            arrays[gguf_name(name)], encodings[gguf_name(name)] = blocks, chosen
             array = gguf.quants.dequantize(blocks, kind)
         else:
             arrays[gguf_name(name)] = np.ascontiguousarray(array)
@@ -161,7 +170,44 @@ def test_encodings(tmp_path: Path, family: str, encoding: str) -> None:
     assert ids[0] == wanted_ids
     packed, _, _ = run_greedy(EngineConfig(model=str(path)), [prompt], 6, [wanted_ids])
     assert 1e-6 < relative_error(packed[0], wanted) < 0.04
-    layer = load_model(EngineConfig(model=str(path))).runner.model.layers[0]
-    for linear in (layer.self_attn.qkv_proj, layer.mlp.down_proj):
+    model = load_model(EngineConfig(model=str(path))).runner.model
+    for linear in (
+        model.layers[0].self_attn.qkv_proj,
+        model.layers[1].mlp.down_proj,
+        model.lm_head,
+    ):
         assert linear.packed is not None
         assert isinstance(linear.packed, Int4Weight) == (encoding in FOUR_BIT)
+
+
+@pytest.mark.parametrize("slow_bfloat16", [True, False])
+@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_1"])
+def test_every_kind_of_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, slow_bfloat16: bool
+) -> None:
+    """Without VNNI, with and without AMX: other kernels, the same model."""
+    monkeypatch.setattr(packed_matmul, "has_vnni", lambda: False)
+    monkeypatch.setattr(linear_module, "wide_bfloat16_is_slow", lambda: slow_bfloat16)
+    path = tmp_path / "m.gguf"
+    model = build(path, "Llama", encoding)
+    prompt = prompts_of((11,))[0]
+    wanted, wanted_ids = reference(model, prompt, 6)
+    packed, _, _ = run_greedy(EngineConfig(model=str(path)), [prompt], 6, [wanted_ids])
+    assert relative_error(packed[0], wanted) < 0.04
+
+
+def test_projections_of_different_encodings_are_merged(tmp_path: Path) -> None:
+    """As in files that mix Q4_K and Q6_K: the merged matrix is int8, and still the same model."""
+    path = tmp_path / "m.gguf"
+    mixed = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}
+    model = build(path, "Llama", "Q4_K", mixed=mixed)
+    prompt = prompts_of((11,))[0]
+    wanted, wanted_ids = reference(model, prompt, 6)
+    exact, ids, _ = run_greedy(EngineConfig(model=str(path), dtype="float32"), [prompt], 6)
+    assert relative_error(exact[0], wanted) < 1e-4
+    assert ids[0] == wanted_ids
+    packed, _, _ = run_greedy(EngineConfig(model=str(path)), [prompt], 6, [wanted_ids])
+    assert relative_error(packed[0], wanted) < 0.04
+    layer = load_model(EngineConfig(model=str(path))).runner.model.layers[0]
+    assert not isinstance(layer.self_attn.qkv_proj.packed, Int4Weight)
+    assert isinstance(layer.mlp.gate_up_proj.packed, Int4Weight)

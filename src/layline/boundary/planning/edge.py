@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from layline.boundary.contracts import EdgeDecl
+from layline.boundary.contracts import EdgeDecl, StageOutput
 from layline.boundary.planning.records import Op, OpKind, Place
 from layline.errors import DeclarationError
 
 ENTER = Op(OpKind.ENTER, Place.PREPARE)
 READ = Op(OpKind.READ, Place.PREPARE)
-UPDATE_AT_EXIT = Op(OpKind.UPDATE, Place.EXIT)
 UPDATE_AND_READ = Op(OpKind.UPDATE_AND_READ, Place.PREPARE)
+LEAVE = Op(OpKind.LEAVE, Place.EXIT)
+UPDATE = Op(OpKind.UPDATE, Place.EXIT)
+
+
+def plan_exit(producer: StageOutput) -> Op:
+    """What the producer's exit does: leave a contribution, or write the residual itself."""
+    return UPDATE if producer.update.at_producer else LEAVE
 
 
 def plan_edge(edge: EdgeDecl) -> tuple[Op, ...]:
-    """The edge's operations in order.
+    """The edge's operations in order, the producer's first.
 
     Raises DeclarationError for an edge whose rows move or whose producer owes a sum: this version
     plans one rank, where every row is present and every sum is whole.
@@ -27,6 +33,5 @@ def plan_edge(edge: EdgeDecl) -> tuple[Op, ...]:
             f"no plan brings rows [{edge.producer.layout}] owing {owed} to rows "
             f"[{edge.consumer.layout}]: expected one rank, where rows stay and nothing is owed"
         )
-    if edge.producer.update.at_producer:
-        return (UPDATE_AT_EXIT, READ)
-    return (UPDATE_AND_READ,)
+    leaving = plan_exit(edge.producer)
+    return (leaving, READ if leaving is UPDATE else UPDATE_AND_READ)

@@ -10,6 +10,7 @@ class OpKind(Enum):
     """One kind of step at a boundary."""
 
     ENTER = "enter"
+    LEAVE = "leave"
     UPDATE = "update"
     READ = "read"
     UPDATE_AND_READ = "update+read"

@@ -53,9 +53,3 @@ class LayerResidual:
 
     read: StageRead
     update: StageUpdate
-
-
-class ResidualStreamLike(Protocol):
-    """Marker for the per-forward owner of the residual (see ``stream.ResidualStream``)."""
-
-    residual: Any

@@ -23,10 +23,10 @@ PLAIN_SNAPSHOT = "snapshot requires a plain residual update"
 
 def stream_of(forward_batch: BatchState) -> ResidualStream:
     """The batch's stream. Raises StreamError before :func:`start`."""
-    stream = forward_batch.residual_stream
+    stream: ResidualStream | None = forward_batch.residual_stream
     if stream is None:
         raise StreamError(NOT_STARTED)
-    return stream  # type: ignore[return-value]
+    return stream
 
 
 def start(forward_batch: BatchState) -> None:

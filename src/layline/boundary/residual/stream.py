@@ -88,6 +88,8 @@ class ResidualStream:
         A complete value is its own handle; an unfinished one gets an opaque OwedOutput. Raises
         StreamError while another contribution is pending.
         """
+        if self.residual is None:
+            raise StreamError("a stage must prepare its input before it leaves an output")
         if self.contribution is not None:
             raise StreamError("a pending contribution must not be replaced; prepare the next stage")
         self.contribution = Contribution(value, update, owed)
