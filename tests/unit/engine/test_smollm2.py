@@ -21,9 +21,9 @@ pytestmark = pytest.mark.smollm2
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "smollm2.json").read_text())
 CASES: list[dict[str, Any]] = GOLDEN["cases"]
 
-# The largest change of a logit that bfloat16 activations, bfloat16 group scales and the int8 head
-# were seen to cause is below half of this; two logits may each move by it.
-REDUCED_LOGIT_ERROR = 0.6
+# What bfloat16 activations, bfloat16 group scales and the int8 head may move a leading logit by. On
+# a CPU with VNNI and without AMX 0.14 was seen, and no other best id where the gap was above 0.09.
+REDUCED_LOGIT_ERROR = 0.3
 
 
 def by_name(case: dict[str, Any]) -> str:
@@ -32,7 +32,7 @@ def by_name(case: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=by_name)
 def test_float32_logits_and_greedy_ids(case: dict[str, Any]) -> None:
-    config = EngineConfig(model=smollm2_path(), dtype="float32")
+    config = EngineConfig(model=smollm2_path(), dtype="float32", threads=1)
     wanted = case["greedy_ids"]
     logits, ids, _ = run_greedy(config, [case["prompt_ids"]], len(wanted))
     last = logits[0][len(case["prompt_ids"]) - 1]
@@ -47,7 +47,7 @@ def test_float32_logits_and_greedy_ids(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_reduced_precision_by_teacher_forcing(dtype: str) -> None:
     """Fed the recorded ids, every step agrees unless the recorded gap is within the error."""
-    config = EngineConfig(model=smollm2_path(), dtype=dtype)
+    config = EngineConfig(model=smollm2_path(), dtype=dtype, threads=1)
     prompts = [case["prompt_ids"] for case in CASES]
     forced = [case["greedy_ids"] + [2] * 64 for case in CASES]
     steps = max(len(case["greedy_ids"]) for case in CASES)
@@ -64,9 +64,9 @@ def test_reduced_precision_by_teacher_forcing(dtype: str) -> None:
             chosen = int(rows[first + step].argmax())
             agreed += chosen == wanted
             if chosen != wanted:
-                assert gap < 2 * REDUCED_LOGIT_ERROR, f"{case['name']} step {step} gap {gap}"
+                assert gap < REDUCED_LOGIT_ERROR, f"{case['name']} step {step} gap {gap}"
                 short = float(rows[first + step, chosen] - rows[first + step, wanted])
-                assert short < 2 * REDUCED_LOGIT_ERROR
+                assert short < REDUCED_LOGIT_ERROR
     assert checked == sum(len(case["greedy_ids"]) for case in CASES)
     assert agreed >= 0.9 * checked, f"{agreed} of {checked} steps agree"
 
