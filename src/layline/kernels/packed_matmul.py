@@ -79,7 +79,7 @@ class VnniWeight:
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         high, low = products[:tokens], products[tokens:]
-        return torch.add(low, high, alpha=256).mul_(scale_T1)
+        return low.add_(high, alpha=256).mul_(scale_T1)
 
     @property
     def num_bytes(self) -> int:
