@@ -16,6 +16,10 @@ __version__ = "0.1.0.dev0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     if name == "LLM":
         from layline.engine.llm import LLM

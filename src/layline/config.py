@@ -46,6 +46,8 @@ class EngineConfig:
             raise UsageError(one_of("dtype", self.dtype, DTYPES))
         _require_positive("threads", self.threads, MAX_THREADS)
         _require_positive("max_model_len", self.max_model_len)
+        if self.max_model_len == 1:
+            raise UsageError("max_model_len 1 must be at least 2: a prompt token and its answer")
         _require_positive("kv_memory", self.kv_memory)
         _require_positive("max_running", self.max_running)
         _require_positive("prefill_tokens", self.prefill_tokens)

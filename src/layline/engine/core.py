@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -19,13 +20,17 @@ from layline.text.stop import StopMatcher
 
 
 class Engine:
-    """Runs requests to their end, many at a time, on one loaded model."""
+    """Runs requests to their end, many at a time, on one loaded model.
+
+    Calls may come from several threads: one runs at a time, and each step serves every request.
+    """
 
     def __init__(self, loaded: LoadedModel, scheduler: Scheduler) -> None:
         self._loaded = loaded
         self._scheduler = scheduler
         self._sampler = Sampler()
         self._ids = itertools.count()
+        self._lock = threading.RLock()
 
     @property
     def has_work(self) -> bool:
@@ -51,24 +56,44 @@ class Engine:
                 valid_vocab=self._loaded.valid_vocab,
                 prompt_ids=prompt_ids,
                 eos_ids=tokenizer.eos_ids,
+                banned_ids=tokenizer.unused_ids,
             ),
             decoder=IncrementalDecoder(tokenizer, prompt_ids, skip_special=params.skip_special),
             stops=StopMatcher(params.stop, include_in_output=params.include_stop_in_output),
             end_ids=end_ids,
             most_tokens=most,
         )
-        self._scheduler.add(request)
+        with self._lock:
+            self._scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:
         """Stop a request wherever it is; its blocks are free afterwards."""
-        if request.finish_reason is None:
-            request.finish_reason = FinishReason.ABORT
-        self._scheduler.remove(request)
+        with self._lock:
+            if request.finish_reason is None:
+                request.finish_reason = FinishReason.ABORT
+            self._scheduler.remove(request)
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Run steps until every one of ``requests`` has ended."""
+        for request in requests:
+            while request.finish_reason is None:
+                with self._lock:
+                    if request.finish_reason is None:
+                        self.step()
+
+    def advance(self, request: Request) -> None:
+        """Run a step unless ``request`` has something to show already, or has ended."""
+        with self._lock:
+            if not request.events and request.finish_reason is None:
+                self.step()
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one step; the tokens it produces go to their requests' ``events``."""
+        """Run one step; the tokens it produces go to their requests' ``events``.
+
+        The caller holds the lock where others may call (:meth:`advance`, :meth:`run`).
+        """
         plan = self._scheduler.next_step()
         if plan is None:
             return

@@ -39,10 +39,12 @@ def num_blocks(
         available, name = _available(device), "the memory for keys and values"
     fitting = available // block_bytes - 1
     if fitting < longest:
+        tokens = max(fitting, 0) * BLOCK_SIZE
+        needed = -(-(longest + 1) * block_bytes // (1 << 20))
+        lower = f", or max_model_len {tokens}" if tokens > 1 else ""
         raise UsageError(
-            f"{name} {available} bytes holds {max(fitting, 0) * BLOCK_SIZE} tokens; expected room "
-            f"for max_model_len {max_model_len}, which takes {(longest + 1) * block_bytes}; lower "
-            "max_model_len"
+            f"{name} {available} bytes holds {tokens} tokens; expected room for one sequence of "
+            f"max_model_len {max_model_len}: {needed}M{lower}"
         )
     return min(engine.max_running * longest, fitting) + 1
 

@@ -22,7 +22,7 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A loaded model that answers.
+    """A loaded model that answers. Several threads may use it; their requests run together.
 
     Keywords are the command line's flags with underscores: ``model``, ``device``, ``dtype``,
     ``threads`` (of torch in the whole process), ``max_model_len``, ``kv_memory`` (bytes, or text
@@ -78,10 +78,9 @@ class LLM:
         each = _as_params(params, len(listed))
         requests: list[Request] = []
         try:
-            for prompt, one in zip(listed, each, strict=True):
-                requests.append(self._engine.submit(self._encode(prompt), one))
-            while self._engine.has_work:
-                self._engine.step()
+            for number, (prompt, one) in enumerate(zip(listed, each, strict=True)):
+                requests.append(self._submit(prompt, one, number if len(listed) > 1 else None))
+            self._engine.run(requests)
         except BaseException:
             for request in requests:
                 self._engine.abort(request)
@@ -109,6 +108,14 @@ class LLM:
         """Answer a conversation piece by piece."""
         return self.stream(self.tokenizer.apply_chat(messages), params)
 
+    def _submit(self, prompt: Prompt, params: SamplingParams, number: int | None) -> Request:
+        try:
+            return self._engine.submit(self._encode(prompt), params)
+        except PromptError as error:
+            if number is None:
+                raise
+            raise PromptError(f"prompt {number}: {error}") from None
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
@@ -131,7 +138,7 @@ class TokenStream(Iterator[StreamChunk]):
         while not request.events:
             if request.finish_reason is not None:
                 raise StopIteration
-            self._engine.step()
+            self._engine.advance(request)
         event = request.events.popleft()
         reason = event.finish_reason
         return StreamChunk(

