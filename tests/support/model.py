@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layline.errors import LaylineError
-from layline.weights.checkpoint import open_checkpoint
+from layline.weights.opening import open_checkpoint
 
 
 def smollm2_path() -> str:

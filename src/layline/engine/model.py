@@ -18,7 +18,8 @@ from layline.models.loader import LoadTarget, ModelLoader
 from layline.models.registry import family_of
 from layline.text.tokenizer import Tokenizer, load_tokenizer
 from layline.topology import Topology
-from layline.weights.checkpoint import Checkpoint, open_checkpoint
+from layline.weights.checkpoint import Checkpoint
+from layline.weights.opening import open_checkpoint
 
 PLAIN_ENCODINGS = frozenset({"F32", "F16", "BF16"})
 DTYPES = {

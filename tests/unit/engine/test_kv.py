@@ -12,7 +12,7 @@ from layline.engine import kv
 from layline.errors import UsageError
 from layline.layers.arena import ALIGNMENT, CHUNK, WeightArena
 from layline.models.registry import family_of
-from layline.weights.checkpoint import open_checkpoint
+from layline.weights.opening import open_checkpoint
 from support.tiny import save_tiny
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ CASES = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
 
 @pytest.fixture(scope="module")
 def smollm2() -> Tokenizer:
-    from layline.weights.checkpoint import open_checkpoint
+    from layline.weights.opening import open_checkpoint
 
     try:
         checkpoint = open_checkpoint("smollm2-135m")

@@ -19,8 +19,8 @@ from layline.errors import (
     UnsupportedFormatError,
     UnsupportedModelError,
 )
-from layline.weights.checkpoint import open_checkpoint
 from layline.weights.gguf_checkpoint import GGUFCheckpoint
+from layline.weights.opening import open_checkpoint
 from layline.weights.quantized import QuantizedTensor, supported_encodings
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from layline.errors import LaylineError, ModelNotFoundError, UnsupportedFormatError
 from layline.weights import cache
-from layline.weights.checkpoint import open_checkpoint
+from layline.weights.opening import open_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_a_misspelt_file_suggests_its_neighbour(tmp_path: Path) -> None:
 def test_single_files_of_other_kinds(tmp_path: Path) -> None:
     for name, expected in (
         ("model.safetensors", "give its folder"),
-        ("pytorch_model.bin", "pickle file, which is never loaded"),
+        ("pytorch_model.bin", "pickled tensors, which can run code and are never loaded"),
     ):
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(UnsupportedFormatError, match=expected):
@@ -82,7 +82,7 @@ def test_opening_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     code = (
         "import sys\n"
-        "from layline.weights.checkpoint import open_checkpoint\n"
+        "from layline.weights.opening import open_checkpoint\n"
         "import layline.weights.pull, layline.weights.hub\n"
         f"open_checkpoint({str(path)!r}).infos()\n"
         f"open_checkpoint({'config:' + str(tmp_path)!r}).infos()\n"

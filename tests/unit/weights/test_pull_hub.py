@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from layline.errors import CorruptFileError, ModelNotFoundError, PullError
 from layline.weights.cache import find_model, pulled_names, record_file
-from layline.weights.checkpoint import open_checkpoint
+from layline.weights.opening import open_checkpoint
 from layline.weights.pull import pull
 
 FIRST, SECOND = "a" * 40, "b" * 40

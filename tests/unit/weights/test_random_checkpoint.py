@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layline.errors import CorruptFileError, ModelNotFoundError, TensorError
-from layline.weights.checkpoint import open_checkpoint
+from layline.weights.opening import open_checkpoint
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from tiny_gguf import entry, raw_gguf, tensor, text, write_gguf
 
 from layline.errors import CheckpointError, UsageError
-from layline.weights.checkpoint import open_checkpoint
+from layline.weights.opening import open_checkpoint
 from layline.weights.quantized import QuantizedTensor
 
 SETTINGS = settings(

@@ -18,7 +18,7 @@ from layline.errors import (
     TensorError,
     UnsupportedFormatError,
 )
-from layline.weights.checkpoint import open_checkpoint
+from layline.weights.opening import open_checkpoint
 from layline.weights.safetensors import SafetensorsCheckpoint, read_header
 
 INDEX = "model.safetensors.index.json"
