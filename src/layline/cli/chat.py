@@ -6,14 +6,13 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from layline.cli import session
-from layline.cli.grammar import closest
-from layline.cli.options import MODEL_HELP, ChatSamplingOptions, RunOptions
+from layline.cli.input import require_stdin, stdin_bytes, utf8
+from layline.cli.options import ChatSamplingOptions, ModelArgument, ModelOption, RunOptions
 from layline.cli.output import note, write
+from layline.cli.values import closest
 from layline.config import DEFAULT_MODEL
 from layline.errors import PromptError
 
@@ -32,11 +31,12 @@ COMMANDS = {
 def chat(
     sampling: ChatSamplingOptions,
     run: RunOptions,
-    argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
-    model: Annotated[str | None, typer.Option("--model", help=MODEL_HELP)] = None,
-) -> None:
+    argument: ModelArgument = None,
+    model: ModelOption = None,
+) -> int:
     """Talk with a model. /help lists the commands."""
     params = sampling.params()
+    require_stdin("messages there, from a terminal or a pipe")
     name = session.chosen_model(argument, model, DEFAULT_MODEL)
     llm = session.open_llm(name, run)
     if llm.tokenizer.chat_template is None:
@@ -44,7 +44,7 @@ def chat(
             f"model {name!r} has no chat template; expected one in its tokenizer files, "
             "or use: layline generate"
         )
-    Conversation(llm, params).run(name)
+    return Conversation(llm, params).run(name)
 
 
 class Conversation:
@@ -56,9 +56,13 @@ class Conversation:
         self.system: str | None = None
         self.turns: list[dict[str, str]] = []
         self.interruption = Interruption()
+        self.refused = False
 
-    def run(self, name: str) -> None:
-        """Read lines until the end of input or /exit."""
+    def run(self, name: str) -> int:
+        """Read lines until the end of input or /exit. Returns the exit status.
+
+        A person saw that a message was refused; a script learns it from the status.
+        """
         interactive = sys.stdin.isatty()
         if interactive:
             # Line editing and history come with the import, where the platform has them.
@@ -67,11 +71,27 @@ class Conversation:
             note(f"{name} · /help for commands")
         with self.interruption.installed():
             for line in self.interruption.lines(interactive):
-                if line.startswith("/"):
-                    if not self.command(line.strip()):
-                        return
-                elif line.strip():
-                    self.reply(line)
+                if not self.obey(line):
+                    break
+        return 2 if self.refused and not interactive else 0
+
+    def obey(self, line: str) -> bool:
+        """Carry out a line: a /command or a message. False means leave."""
+        try:
+            utf8(line.encode("utf-8", errors="surrogateescape"), "the message")
+        except PromptError as error:
+            self.refuse(error)
+            return True
+        if line.startswith("/"):
+            return self.command(line.strip())
+        if line.strip():
+            self.reply(line)
+        return True
+
+    def refuse(self, error: PromptError, advice: str = "") -> None:
+        """Say why a line was left out of the conversation."""
+        self.refused = True
+        note(f"layline: {' '.join(str(error).split())}{advice}")
 
     def command(self, line: str) -> bool:
         """Carry out a /command. False means leave."""
@@ -105,7 +125,7 @@ class Conversation:
         except PromptError as error:
             # The message was never answered, and leaving it in would refuse every later one too.
             self.turns.pop()
-            note(f"layline: {' '.join(str(error).split())}; /reset clears the conversation")
+            self.refuse(error, "; /reset clears the conversation" if self.turns else "")
             return
         self.turns.append({"role": "assistant", "content": text})
         if not text.endswith("\n"):
@@ -187,7 +207,7 @@ class Interruption:
         while True:
             try:
                 with self.during("reading"):
-                    line = input("> ") + "\n" if interactive else sys.stdin.readline()
+                    line = input("> ") + "\n" if interactive else piped_line()
             except KeyboardInterrupt:
                 if not interactive:
                     raise
@@ -198,4 +218,9 @@ class Interruption:
                 return
             if not line:
                 return
-            yield line.rstrip("\n")
+            yield line.rstrip("\r\n")
+
+
+def piped_line() -> str:
+    """The next line of stdin; bytes that are not UTF-8 are escaped, to be refused by name."""
+    return stdin_bytes().readline().decode("utf-8", errors="surrogateescape")

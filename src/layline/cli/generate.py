@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layline.cli import session
+from layline.cli.input import require_stdin, stdin_bytes, utf8
 from layline.cli.memory import peak_bytes
 from layline.cli.options import MODEL_HELP, RunOptions, SamplingOptions
 from layline.cli.output import note, size_text, write, write_json
 from layline.config import DEFAULT_MODEL
-from layline.errors import PromptError, RunError
+from layline.errors import RunError
 
 if TYPE_CHECKING:
     from layline.engine.llm import LLM
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class OutputOptions:
     """What ``generate`` prints, and where."""
 
-    model: Annotated[str, typer.Option("--model", help=MODEL_HELP)] = DEFAULT_MODEL
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help=MODEL_HELP)] = DEFAULT_MODEL
     chat: Annotated[
         bool, typer.Option("--chat", help="treat PROMPT as a user's message in the chat template")
     ] = False
@@ -66,18 +66,13 @@ def generate(
 def prompt_text(prompt: str) -> str:
     """The prompt itself, or stdin for ``-``. Raises PromptError when it is not UTF-8."""
     if prompt == "-":
-        data = sys.stdin.buffer.read()
+        require_stdin("a prompt there, such as: echo hello | layline generate -")
+        data = stdin_bytes().read()
         # Shells and editors end a file with a newline that nobody meant as part of the prompt.
         data = data.removesuffix(b"\n")
     else:
         data = prompt.encode("utf-8", errors="surrogateescape")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"PROMPT has byte 0x{data[error.start]:02x} at position {error.start}; "
-            "expected UTF-8 text"
-        ) from None
+    return utf8(data, "PROMPT")
 
 
 def answer(llm: LLM, text: str, params: SamplingParams, *, chat: bool) -> Iterator[StreamChunk]:

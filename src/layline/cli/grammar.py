@@ -6,17 +6,16 @@ Typer prints a usage box for a mistake and offers no hook to change it. Here the
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from typer.core import TyperCommand, TyperGroup
 
-from layline.cli.values import BadValue
-from layline.errors import UsageError, one_of
+from layline.cli.values import BadValue, closest
+from layline.errors import UsageError
 
 
 class CommandGroup(TyperGroup):
@@ -26,8 +25,11 @@ class CommandGroup(TyperGroup):
         """Return the command that ``args`` names. Raises UsageError for an unknown one."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
-            kind = f"{ctx.command_path} command"
-            raise UsageError(with_nearest(one_of(kind, name, self.list_commands(ctx)), name, self))
+            known = self.list_commands(ctx)
+            raise UsageError(
+                f"{ctx.command_path} command {name!r} is not one of {', '.join(known)}"
+                f"{closest(name, known)}"
+            )
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -45,12 +47,21 @@ class OneLineCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raises UsageError for one too many."""
         ctx.allow_extra_args = True
+        given = list(args)
         try:
             rest: list[str] = super().parse_args(ctx, args)
         except Exception as error:
             # The parser of option values knows no context, and the message needs the help text.
             if getattr(error, "ctx", ctx) is None:
                 error.ctx = ctx  # type: ignore[attr-defined]
+            # The parser takes arguments off the list, so the one at fault is before what is left.
+            failed = given[len(given) - len(args) - 1] if len(args) < len(given) else ""
+            if "NoSuchOption" in kinds_of(error) and takes_prompt(self) and like_a_prompt(failed):
+                raise UsageError(
+                    f"{failed!r} starts with a dash and is no option of {ctx.command_path}; to "
+                    f"use it as PROMPT put -- before it (-- {failed!r}), or give - and the text "
+                    "on stdin"
+                ) from None
             raise
         if ctx.args and not ctx.resilient_parsing:
             wanted = [shown_name(p) for p in self.params if p.param_type_name == "argument"]
@@ -62,15 +73,19 @@ class OneLineCommand(TyperCommand):
         return rest
 
 
-def with_nearest(message: str, value: str, group: TyperGroup) -> str:
-    """Add the closest command to ``message`` when it names none yet."""
-    return message if "did you mean" in message else message + closest(value, group.commands)
+def takes_prompt(command: TyperCommand) -> bool:
+    """Whether an argument of the command is text that may start with anything."""
+    return any(getattr(parameter, "metavar", None) == "PROMPT" for parameter in command.params)
 
 
-def closest(value: str, choices: Iterable[str]) -> str:
-    """``"; the nearest is X"``: unlike ``errors.nearest`` it always names one."""
-    match = difflib.get_close_matches(value, list(choices), n=1, cutoff=0.0)
-    return f"; the nearest is {match[0]!r}" if match else ""
+def like_a_prompt(argument: str) -> bool:
+    """Whether what was read as an option looks like text: ``-hello``, ``-1 + 2``, ``--- x``."""
+    if not argument.startswith("-"):
+        return False
+    if any(character.isspace() for character in argument):
+        return True
+    one_dash = not argument.startswith("--")
+    return (one_dash and len(argument) > 2) or not argument.lstrip("-")[:1].isalpha()
 
 
 def shown_name(parameter: Any) -> str:
@@ -80,13 +95,18 @@ def shown_name(parameter: Any) -> str:
     return str(parameter.metavar or parameter.name.upper())
 
 
-def usage_message(error: Exception) -> str | None:
-    """The one-line form of a parsing error of typer's, or None for any other exception.
+def kinds_of(error: Exception) -> set[str]:
+    """The names of the classes of ``error``.
 
     Older typer raises click's classes and newer typer its own copy of them, which has no public
     import path; the class names are the same in both, so those are what is looked at.
     """
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def usage_message(error: Exception) -> str | None:
+    """The one-line form of a parsing error of typer's, or None for any other exception."""
+    kinds = kinds_of(error)
     if "ClickException" not in kinds:
         return None
     found: Any = error
@@ -118,17 +138,20 @@ def option_help(error: Any) -> str:
     """What the option that ``error`` is about expects, from its help text."""
     for parameter in error.ctx.command.params if error.ctx else ():
         if error.option_name in parameter.opts:
-            return f"{error.option_name} VALUE, {parameter.help}"
+            return f"{error.option_name} {parameter.metavar or 'VALUE'}, {parameter.help}"
     return f"{error.option_name} VALUE"
 
 
 def unknown_option(name: str, ctx: Any) -> str:
-    """The line for an option that the command in ``ctx`` does not have."""
+    """The line for an option that the command in ``ctx`` does not have.
+
+    It lists all options only where none is near.
+    """
     known = [option for parameter in ctx.command.params for option in long_options(parameter)]
-    return (
-        f"unknown option {name!r}{closest(name, known)}; "
-        f"{ctx.command_path} takes {', '.join(known)}"
-    )
+    near = closest(name, known)
+    if near:
+        return f"unknown option {name!r}{near} ({ctx.command_path} --help lists all)"
+    return f"unknown option {name!r}; {ctx.command_path} takes {', '.join(known)}"
 
 
 def long_options(parameter: Any) -> list[str]:

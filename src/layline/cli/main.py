@@ -6,9 +6,10 @@ Exit status: 0 done, 1 a check failed, 2 bad usage or input, 3 the run failed, 1
 
 from __future__ import annotations
 
+import errno
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +17,14 @@ from layline.cli import chat, doctor, generate, pull
 from layline.cli.bench import latency
 from layline.cli.failures import write_traceback
 from layline.cli.grammar import CommandGroup, OneLineCommand, grouped, usage_message
-from layline.cli.output import OutputClosedError, abandon_stdout, lenient_streams, note
+from layline.cli.output import (
+    OutputClosedError,
+    OutputFailedError,
+    abandon_stdout,
+    cannot_write,
+    lenient_streams,
+    note,
+)
 from layline.errors import LaylineError
 
 INTERRUPTED = 130
@@ -32,8 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prog_name="layline",
             standalone_mode=False,
         )
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except LaylineError as error:
+        if isinstance(error, OutputFailedError):
+            abandon_stdout()
         return fail(str(error), error.exit_status)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -42,20 +53,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         abandon_stdout()
         return OUTPUT_CLOSED
     except Exception as error:
-        message = usage_message(error)
-        if message is not None:
-            return fail(message, 2)
-        return fail(
-            f"internal error: {type(error).__name__}: {error}; traceback in {write_traceback()}", 3
-        )
+        return fail_otherwise(error)
     return result if isinstance(result, int) else 0
+
+
+def fail_otherwise(error: Exception) -> int:
+    """Exit status of an exception that is none of ours, after its line: a mistake or a surprise."""
+    message = usage_message(error)
+    if message is not None:
+        return fail(message, 2)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        # Help, which typer prints, and the last flush.
+        abandon_stdout()
+        return fail(cannot_write(error), 3)
+    return fail(
+        f"internal error: {type(error).__name__}: {error}; traceback in {write_traceback()}", 3
+    )
 
 
 def fail(message: str, status: int) -> int:
     """Print ``message`` as one line on stderr and return ``status``."""
     try:
         note(f"layline: {' '.join(message.split())}")
-    except OutputClosedError:
+    except (OutputClosedError, OutputFailedError):
+        # Stderr cannot be written either.
         return status
     return status
 
@@ -77,14 +98,21 @@ def build() -> typer.Typer:
         ("chat", chat.chat),
         ("doctor", doctor.doctor),
     ):
-        app.command(name, cls=OneLineCommand)(grouped(function))
+        app.command(name, cls=OneLineCommand, short_help=first_line(function))(grouped(function))
     bench = typer.Typer(
         cls=CommandGroup, help="Measure, beside other engines.", rich_markup_mode=None
     )
     bench.callback()(bench_root)
-    bench.command("latency", cls=OneLineCommand)(grouped(latency.latency))
+    bench.command("latency", cls=OneLineCommand, short_help=first_line(latency.latency))(
+        grouped(latency.latency)
+    )
     app.add_typer(bench, name="bench")
     return app
+
+
+def first_line(function: Callable[..., Any]) -> str:
+    """The summary of a command for the list of its group, which typer would cut short."""
+    return (function.__doc__ or "").partition("\n")[0]
 
 
 def show_version(wanted: bool) -> None:

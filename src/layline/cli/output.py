@@ -7,22 +7,33 @@ import os
 import sys
 from typing import Any, TextIO
 
+from layline.errors import RunError
+
 
 class OutputClosedError(Exception):
     """Whoever read our output has gone. Not an OSError, which the parser would swallow."""
 
 
+class OutputFailedError(RunError):
+    """What we wrote was refused: the disk is full, or there is no stdout."""
+
+
 def write(text: str, stream: TextIO | None = None) -> None:
     """Write and flush at once, so that a reader of a pipe sees every piece. Default: stdout.
 
-    Raises OutputClosedError when the pipe is broken.
+    Raises OutputClosedError when the pipe is broken, OutputFailedError when the text
+    cannot be written.
     """
-    target = sys.stdout if stream is None else stream
+    target: TextIO | None = sys.stdout if stream is None else stream
+    if target is None:
+        raise OutputFailedError("cannot write the output: standard output is closed")
     try:
         target.write(text)
         target.flush()
     except BrokenPipeError as error:
         raise OutputClosedError from error
+    except OSError as error:
+        raise OutputFailedError(cannot_write(error)) from error
 
 
 def write_line(text: str) -> None:
@@ -31,8 +42,14 @@ def write_line(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """One line on stderr."""
-    write(text + "\n", sys.stderr)
+    """One line on stderr, where there is one."""
+    if sys.stderr is not None:
+        write(text + "\n", sys.stderr)
+
+
+def cannot_write(error: OSError) -> str:
+    """The line for output that was refused, by a full disk for example."""
+    return f"cannot write the output: {error.strerror}"
 
 
 def write_json(value: Any) -> None:
@@ -49,10 +66,10 @@ def lenient_streams() -> None:
 
 
 def abandon_stdout() -> None:
-    """After a broken pipe: give the interpreter's last flush somewhere to go."""
+    """After output failed: give the interpreter's last flush somewhere to go."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):
         # stdout is not a file here (a test's buffer), so nothing is flushed to a descriptor.
         return
 

@@ -19,7 +19,8 @@ def pull(
         str, typer.Argument(metavar="[MODEL]", help="a catalogue name or ORG/NAME")
     ] = DEFAULT_MODEL,
     revision: Annotated[
-        str | None, typer.Option("--revision", help="branch, tag or commit of a repository")
+        str | None,
+        typer.Option("--revision", metavar="TEXT", help="branch, tag or commit of a repository"),
     ] = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="use only what is already on this machine")

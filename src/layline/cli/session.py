@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import TYPE_CHECKING
 
 from layline.cli.options import RunOptions
@@ -10,6 +11,9 @@ from layline.errors import UsageError
 
 if TYPE_CHECKING:
     from layline.engine.llm import LLM
+
+# As a word of a sentence, not as a part of a path or a quoted value.
+KEYWORD = re.compile(r"(?<![^\s(])(?:max_model_len|kv_memory|max_running)(?= )")
 
 
 def open_llm(model: str, run: RunOptions) -> LLM:
@@ -21,9 +25,16 @@ def open_llm(model: str, run: RunOptions) -> LLM:
         from layline.engine.llm import LLM
 
         return LLM(model=model, **run.keywords())
+    except UsageError as error:
+        raise type(error)(with_flags(str(error))) from None
     finally:
         gc.freeze()
         gc.enable()
+
+
+def with_flags(message: str) -> str:
+    """``message`` with the flags of RunOptions where it names the engine's keywords."""
+    return KEYWORD.sub(lambda found: f"--{found[0].replace('_', '-')}", message)
 
 
 def chosen_model(argument: str | None, option: str | None, default: str) -> str:

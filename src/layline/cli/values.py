@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import typer
@@ -16,9 +16,43 @@ import typer
 from layline.config import parse_size
 from layline.errors import UsageError
 
+SIMILAR = 0.5
+
 
 class BadValue(typer.BadParameter):
     """A value that a parser here refused, with a message that is the whole line."""
+
+
+def nearest(value: str, choices: Iterable[str]) -> str | None:
+    """The choice that ``value`` most likely means, or None when none is near.
+
+    The same word in other letters comes first, then the choice it begins, then one it is part
+    of, then a similar one. Dashes and slashes in front do not count: every flag has them.
+    """
+    known = {plain(choice): choice for choice in choices}
+    word = plain(value)
+    if word in known:
+        return known[word]
+    if len(word) < 2:
+        return None
+    begun = [name for name in known if name.startswith(word)]
+    holding = [name for name in known if len(word) > 2 and word in name]
+    similar = difflib.get_close_matches(word, known, n=len(known) or 1, cutoff=SIMILAR)
+    # Few people mistype the first letter.
+    similar.sort(key=lambda name: name[0] != word[0])
+    found = begun or holding or similar
+    return known[found[0]] if found else None
+
+
+def plain(text: str) -> str:
+    """``text`` without what flags are spelled differently in: case, underscores, front dashes."""
+    return text.lower().replace("_", "-").lstrip("-/")
+
+
+def closest(value: str, choices: Iterable[str]) -> str:
+    """``"; the nearest is 'X'"``, or nothing when none is near."""
+    match = nearest(value, choices)
+    return "" if match is None else f"; the nearest is {match!r}"
 
 
 def integer(flag: str, *, minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
@@ -30,7 +64,7 @@ def integer(flag: str, *, minimum: int, maximum: int | None = None) -> Callable[
             number = int(str(value))
         except ValueError:
             raise BadValue(
-                f"{flag} {value!r} is not {expected}; the nearest valid value is {minimum}"
+                f"{flag} {value!r} is not {expected}; the nearest valid value is {max(minimum, 0)}"
             ) from None
         if number < minimum or (maximum is not None and number > maximum):
             near = minimum if number < minimum else maximum
@@ -40,8 +74,8 @@ def integer(flag: str, *, minimum: int, maximum: int | None = None) -> Callable[
     return parse
 
 
-def number(flag: str) -> Callable[[Any], float]:
-    """Any finite number; the range is the concern of the object that takes it."""
+def number(flag: str, expected: str) -> Callable[[Any], float]:
+    """Any finite number; the range is checked by the object that takes it, here only named."""
 
     def parse(value: Any) -> float:
         try:
@@ -49,7 +83,7 @@ def number(flag: str) -> Callable[[Any], float]:
         except ValueError:
             parsed = math.nan
         if not math.isfinite(parsed):
-            raise BadValue(f"{flag} {value!r} is not a finite number; the nearest valid value is 0")
+            raise BadValue(f"{flag} {value!r} is not a finite number; expected {expected}")
         return parsed
 
     return parse
@@ -79,10 +113,8 @@ def choice(flag: str, choices: Sequence[str]) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value in choices:
             return str(value)
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
-        raise BadValue(
-            f"{flag} {value!r} is not one of {', '.join(choices)}; the nearest is {near!r}"
-        )
+        near = closest(str(value), choices)
+        raise BadValue(f"{flag} {value!r} is not one of {', '.join(choices)}{near}")
 
     return parse
 
@@ -92,18 +124,38 @@ def integer_list(flag: str, *, minimum: int) -> Callable[[str], tuple[int, ...]]
     one = integer(flag, minimum=minimum)
 
     def parse(value: str) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(one(part.strip()) for part in value.split(",")))
+        good: list[int] = []
+        bad: list[str] = []
+        for part in (part.strip() for part in value.split(",")):
+            try:
+                good.append(one(part))
+            except BadValue:
+                bad.append(part)
+        if bad:
+            near = ",".join(map(str, good)) or str(minimum)
+            raise BadValue(
+                f"{flag} {value!r} has {bad[0]!r}; expected whole numbers {bounds(minimum, None)} "
+                f"separated by commas; the nearest valid value is {near!r}"
+            )
+        return tuple(dict.fromkeys(good))
 
     return parse
 
 
 def choice_list(flag: str, choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Words of a closed set separated by commas; an empty text is none of them."""
-    one = choice(flag, choices)
+    """Words of a closed set separated by commas, each once."""
 
     def parse(value: str) -> tuple[str, ...]:
         parts = [part.strip() for part in value.split(",")]
-        return tuple(dict.fromkeys(one(part) for part in parts if part))
+        bad = [part for part in parts if part not in choices]
+        if bad:
+            kept = [part if part in choices else nearest(part, choices) for part in parts]
+            near = ",".join(dict.fromkeys(part for part in kept if part))
+            raise BadValue(
+                f"{flag} {value!r} has {bad[0]!r}; expected {', '.join(choices)}, separated by "
+                "commas" + (f"; the nearest is {near!r}" if near else "")
+            )
+        return tuple(dict.fromkeys(parts))
 
     return parse
 

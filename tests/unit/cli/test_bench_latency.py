@@ -14,7 +14,7 @@ from layline.cli.bench import client, measure
 from layline.cli.bench.client import Worker, absent, first_output
 from layline.cli.bench.measure import Samples, Settings
 from layline.cli.bench.report import as_data, as_table
-from layline.errors import RunError
+from layline.errors import RunError, UsageError
 
 COMPUTE = {"device": "cpu", "dtype": "auto", "threads": 2}
 
@@ -202,3 +202,107 @@ def test_first_output_waits_for_the_first_byte_and_not_the_end() -> None:
         first_output([sys.executable, "-c", "import sys; print('sorry', file=sys.stderr); exit(3)"])
     with pytest.raises(RunError, match="it printed nothing"):
         first_output([sys.executable, "-c", "pass"])
+
+
+@pytest.mark.usefixtures("fake_workers")
+def test_without_a_tokenizer_only_the_first_token_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(command: list[str]) -> tuple[float, int]:
+        raise AssertionError(command)
+
+    monkeypatch.setattr(measure, "first_output", never)
+    engines = ["layline", "transformers"]
+    samples, failed = measure.measure(settings(has_tokenizer=False), engines, lambda text: None)
+    assert failed == {}
+    data = as_data(settings(), samples, {})
+    ours = data["engines"]["layline"]
+    assert set(ours["not_measured"]) == {"first_token_s", "peak_memory_bytes"}
+    assert "no tokenizer files" in ours["not_measured"]["first_token_s"]
+    assert "prefill_tokens_per_s" in ours
+    assert "first_token_s" in data["engines"]["transformers"]
+    assert "first_token_s" not in data["ratios"]["transformers"]
+    table = as_table(data)
+    assert "layline, first token: not measured; the model has no tokenizer files" in table
+    assert "not measured" in next(x for x in table.splitlines() if x.startswith("first token"))
+    json.dumps(data, allow_nan=False)
+
+
+@pytest.mark.usefixtures("fake_workers")
+def test_noise_spoils_one_figure_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noisy(FakeWorker):
+        def generate(self, prompts: list[list[int]], new_tokens: int) -> float:
+            seconds = super().generate(prompts, new_tokens)
+            # The second measured round of batch 4 takes no longer for more tokens.
+            noisy = len(prompts) == 4 and sum(entry[1] == 4 for entry in LOG) > 4
+            return 1.0 if noisy else seconds
+
+    monkeypatch.setattr(client, "Worker", Noisy)
+    samples, _ = measure.measure(settings(), ["layline"], lambda text: None)
+    ours = as_data(settings(), samples, {})["engines"]["layline"]
+    assert "decode_tokens_per_s_batch_1" in ours
+    assert "decode_tokens_per_s_batch_4" not in ours
+    assert "--new-tokens" in ours["not_measured"]["decode_tokens_per_s_batch_4"]
+
+
+def test_settings_beyond_the_context_are_refused() -> None:
+    settings(prompt_tokens=127, new_tokens=63).check(128)
+    with pytest.raises(UsageError, match=r"--prompt-tokens 128 .* of 128 tokens; .* is 127"):
+        settings(prompt_tokens=128).check(128)
+    with pytest.raises(UsageError, match=r"--new-tokens 64 .* of 128 tokens; .* is 63"):
+        settings(new_tokens=64).check(128)
+    with pytest.raises(UsageError, match=r"context of 65 tokens .* at least 66"):
+        settings(prompt_tokens=1, new_tokens=1).check(65)
+
+
+@pytest.fixture
+def config_folder(tmp_path: Path) -> Path:
+    """A folder for ``config:DIR``: a tiny model without tokenizer files."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 100,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return tmp_path
+
+
+def test_too_long_a_prompt_is_refused_before_anything_runs(
+    layline: Any, config_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "measure", None)
+    result = layline("bench", "latency", f"config:{config_folder}", "--prompt-tokens", "99999")
+    assert result.status == 2
+    assert result.err.count("\n") == 1
+    for part in ("--prompt-tokens 99999", "256", "is 255"):
+        assert part in result.err
+
+
+def test_random_weights_are_measured_and_a_missing_engine_is_told_first(
+    layline: Any, config_folder: Path
+) -> None:
+    result = layline(
+        *("bench", "latency", f"config:{config_folder}", "--prompt-tokens", "8", "--json"),
+        *("--new-tokens", "4", "--batch", "1", "--repeats", "1", "--threads", "1"),
+        *("--against", "transformers"),
+    )
+    assert result.status == 0, result.err
+    assert result.err == "layline: going on without transformers: cannot run config:DIR\n"
+    ours = json.loads(result.out)["engines"]["layline"]
+    assert ours["prefill_tokens_per_s"]["median"] > 0
+    assert "no tokenizer files" in ours["not_measured"]["first_token_s"]
+
+
+def test_the_way_to_another_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(client.MODULES, "llama.cpp", "no_such_module")
+    found = client.missing_engines(["llama.cpp"], "m.gguf")
+    assert found["llama.cpp"].startswith("not installed; LAYLINE_BENCH_LLAMA_PYTHON can name")

@@ -24,7 +24,9 @@ def talk(layline: Any, loader: Any, monkeypatch: pytest.MonkeyPatch) -> Callable
     """Runs ``chat`` with lines on a stdin that is no terminal."""
 
     def call(*lines: str, arguments: tuple[str, ...] = ()) -> Any:
-        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        data = "".join(f"{line}\n" for line in lines).encode("utf-8", errors="surrogateescape")
+        stdin = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", stdin)
         return layline("chat", *arguments)
 
     return call
@@ -78,12 +80,30 @@ def test_no_template_refuses_before_reading(talk: Any, loader: Any) -> None:
 def test_overflow_is_one_line_and_the_session_goes_on(talk: Any, loader: Any) -> None:
     loader.llm.context = 40
     result = talk("short", "x" * 60, "again", "/reset", "fresh")
-    assert result.status == 0
+    assert result.status == 2
     (line,) = [text for text in result.err.splitlines() if "expected at most 40" in text]
     assert "/reset clears the conversation" in line
     # The message that did not fit is not part of the next request.
     assert [turn["content"] for turn in loader.llm.requests[1]] == ["short", "Hello there", "again"]
     assert [turn["content"] for turn in loader.llm.requests[2]] == ["fresh"]
+
+
+def test_reset_is_no_advice_for_an_empty_conversation(talk: Any, loader: Any) -> None:
+    loader.llm.context = 40
+    result = talk("x" * 60)
+    assert result.status == 2
+    assert "expected at most 40" in result.err
+    assert "/reset" not in result.err
+
+
+def test_bytes_that_are_not_utf8_are_refused_by_position(talk: Any, loader: Any) -> None:
+    result = talk("né", "ab\udcff", "/system \udcfe", "last")
+    assert result.status == 2
+    assert result.err.splitlines() == [
+        "layline: the message has byte 0xff at position 2; expected UTF-8 text",
+        "layline: the message has byte 0xfe at position 8; expected UTF-8 text",
+    ]
+    assert [turn["content"] for turn in loader.llm.requests[1]] == ["né", "Hello there", "last"]
 
 
 def test_cut_off_answer_is_marked(talk: Any, loader: Any) -> None:

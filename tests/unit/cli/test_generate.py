@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,3 +150,35 @@ def test_interrupt_ends_generate_with_130(layline: Any, loader: Any) -> None:
     result = layline("generate", "x")
     assert (result.status, result.err) == (130, "")
     assert loader.llm.closed == 1
+
+
+@pytest.mark.parametrize("arguments", [["generate", "x"], ["generate", "x", "--json"], ["--help"]])
+def test_a_full_disk_is_one_line(
+    layline: Any, loader: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        result = layline(*arguments)
+    assert result.status == 3
+    assert result.err == "layline: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize("arguments", [["generate", "-"], ["chat"]])
+def test_a_closed_stdin_is_one_line(
+    layline: Any, loader: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    result = layline(*arguments)
+    assert result.status == 2
+    assert result.err.startswith("layline: standard input is closed; expected ")
+    assert result.err.count("\n") == 1
+    assert loader.opened == []
+
+
+def test_a_closed_stdout_is_one_line(
+    layline: Any, loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    result = layline("generate", "x")
+    assert result.status == 3
+    assert result.err == "layline: cannot write the output: standard output is closed\n"

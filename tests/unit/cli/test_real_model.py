@@ -70,7 +70,7 @@ def test_chat_answers_from_a_pipe_and_refuses_what_does_not_fit() -> None:
         *("chat", "--temperature", "0", "--max-tokens", "12", "--max-model-len", "128"),
         stdin=f"{QUESTION}\n{long_line}\n/reset\nSay hi.\n",
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr
     assert "Tokyo" in done.stdout.splitlines()[0]
     (refused,) = [line for line in done.stderr.splitlines() if line.startswith("layline:")]
     assert "/reset clears the conversation" in refused

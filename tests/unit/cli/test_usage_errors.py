@@ -14,13 +14,18 @@ from layline.errors import CheckpointError, ModelNotFoundError, RunError
 MISTAKES = {
     "no command": ([], ["no command", "pull, generate, chat, doctor, bench"]),
     "unknown command": (["genrate", "x"], ["'genrate'", "pull, generate", "'generate'"]),
-    "command of a later time": (["zzz"], ["'zzz'", "pull, generate", "nearest"]),
+    "command of a later time": (["zzz"], ["'zzz'", "pull, generate"]),
     "no subcommand": (["bench"], ["no command", "latency"]),
     "unknown subcommand": (["bench", "latncy"], ["'latncy'", "'latency'"]),
     "unknown root option": (["--verson"], ["'--verson'", "'--version'"]),
     "unknown option": (["generate", "x", "--max-token", "3"], ["'--max-token'", "'--max-tokens'"]),
-    "mesh option": (["generate", "x", "--tp", "4"], ["'--tp'", "takes --model", "nearest"]),
-    "short option": (["generate", "x", "-q"], ["'-q'", "takes --model", "nearest"]),
+    "mesh option": (["generate", "x", "--tp", "4"], ["'--tp'", "is '--top-p'"]),
+    "short option": (["generate", "x", "-q"], ["'-q'", "takes --model"]),
+    "beginning": (["generate", "x", "--temp", "1"], ["'--temp'", "is '--temperature'"]),
+    "far option": (["generate", "x", "--foo"], ["'--foo'", "takes --model", "--top-p"]),
+    "prompt with a dash": (["generate", "-hello"], ["'-hello'", "put -- before", "on stdin"]),
+    "prompt, a sum": (["generate", "--json", "-1 + 2"], ["'-1 + 2'", "put -- before"]),
+    "prompt, a flag": (["generate", "--hi there"], ["'--hi there'", "put -- before"]),
     "chat option": (["chat", "--trheads", "2"], ["'--trheads'", "'--threads'"]),
     "missing prompt": (["generate"], ["missing PROMPT", "the text to continue"]),
     "surplus argument": (["generate", "a", "b"], ["'b'", "takes PROMPT", "quote"]),
@@ -32,20 +37,32 @@ MISTAKES = {
     "max_tokens 1.5": (["generate", "x", "--max-tokens", "1.5"], ["'1.5'", "whole", "is 1"]),
     "threads 0": (["generate", "x", "--threads", "0"], ["--threads 0", "from 1", "is 1"]),
     "threads many": (["chat", "--threads", "9999"], ["9999", "to 1024", "is 1024"]),
-    "device": (["generate", "x", "--device", "gpu"], ["'gpu'", "cpu, cuda", "nearest"]),
+    "max_model_len 0": (["generate", "x", "--max-model-len", "0"], ["least 2", "is 2"]),
+    "max_model_len 1": (["chat", "--max-model-len", "1"], ["--max-model-len 1", "least 2", "is 2"]),
+    "device": (["generate", "x", "--device", "gpu"], ["'gpu'", "cpu, cuda", "is 'cpu'"]),
+    "device case": (["chat", "--device", "CPU"], ["'CPU'", "cpu, cuda", "is 'cpu'"]),
     "dtype": (["generate", "x", "--dtype", "bf16"], ["'bf16'", "bfloat16, float16", "nearest"]),
     "size unit": (["generate", "x", "--kv-memory", "12X"], ["'12X'", "K, M, G or T", "'512M'"]),
     "size zero": (["generate", "x", "--kv-memory", "0"], ["'0'", "above zero", "'512M'"]),
     "size negative": (["generate", "x", "--kv-memory", "-1G"], ["'-1G'", "above zero"]),
     "max_running": (["generate", "x", "--max-running", "0"], ["--max-running 0", "is 1"]),
-    "temperature": (["generate", "x", "--temperature", "-1"], ["temperature", "-1", "0 to 100"]),
-    "temperature nan": (["generate", "x", "--temperature", "nan"], ["'nan'", "finite", "is 0"]),
-    "top_p": (["generate", "x", "--top-p", "1.5"], ["top_p", "1.5"]),
+    "temperature": (["generate", "x", "--temperature", "-1"], ["--temperature -1 is", "0 to 100"]),
+    "temperature nan": (["generate", "x", "--temperature", "nan"], ["'nan'", "finite", "0 to 100"]),
+    "top_p": (["generate", "x", "--top-p", "1.5"], ["--top-p 1.5 is", "0 to 1"]),
+    "top_p 0": (["generate", "x", "--top-p", "0"], ["--top-p 0 keeps no token"]),
+    "top_p word": (["generate", "x", "--top-p", "abc"], ["--top-p 'abc'", "above 0 and up to 1"]),
+    "seed": (["chat", "--seed", str(1 << 63)], [f"from {-(1 << 63)} to {(1 << 63) - 1}"]),
     "top_k": (["generate", "x", "--top-k", "-2"], ["--top-k -2", "-1"]),
-    "min_p": (["generate", "x", "--min-p", "2"], ["min_p", "2"]),
+    "min_p": (["generate", "x", "--min-p", "2"], ["--min-p 2 is", "0 to 1"]),
     "two models": (["chat", "a", "--model", "b"], ["'a'", "'b'", "one of them"]),
-    "batch": (["bench", "latency", "--batch", "1,x"], ["'x'", "whole", "is 1"]),
-    "competitor": (["bench", "latency", "--against", "vllm"], ["'vllm'", "transformers", "near"]),
+    "batch": (["bench", "latency", "--batch", "1,x"], ["'1,x'", "'x'", "whole", "is '1'"]),
+    "batch gap": (["bench", "latency", "--batch", "1,,2"], ["--batch '1,,2'", "whole", "is '1,2'"]),
+    "competitor": (
+        ["bench", "latency", "--against", "vllm"],
+        ["'vllm'", "transformers, llama.cpp"],
+    ),
+    "competitor case": (["bench", "latency", "--against", "llama"], ["is 'llama.cpp'"]),
+    "no competitor": (["bench", "latency", "--against", ""], ["--against ''", "transformers"]),
     "two lines": (["generate", "x", "--dtype", "a\nb"], ["'a\\nb'", "float32"]),
 }
 
@@ -117,3 +134,70 @@ def test_interrupt_while_loading_is_130_without_a_word(layline: Any, loader: Any
     loader.error = KeyboardInterrupt()
     result = layline("generate", "hello")
     assert (result.status, result.err) == (130, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["zzz"],
+        ["generate", "x", "--foo"],
+        ["generate", "x", "-x"],
+        ["generate", "x", "--top-p", "abc"],
+        ["bench", "latency", "--against", ""],
+    ],
+)
+def test_nothing_is_named_where_nothing_is_near(layline: Any, arguments: list[str]) -> None:
+    assert "nearest" not in layline(*arguments).err
+
+
+def test_a_nearest_option_takes_the_place_of_the_list(layline: Any) -> None:
+    err = layline("generate", "x", "--temp", "1").err
+    assert "--top-k" not in err
+    assert "layline generate --help" in err
+
+
+def test_a_seed_may_be_negative_as_in_sampling_params(layline: Any, loader: Any) -> None:
+    assert layline("generate", "x", "--seed", "-1").status == 0
+    assert loader.llm.params[0].seed == -1
+
+
+def test_engine_keywords_are_told_as_flags() -> None:
+    from layline.cli.session import with_flags
+
+    told = with_flags("max_model_len 99 is beyond; lower it (kv_memory 1 holds less)")
+    assert told == "--max-model-len 99 is beyond; lower it (--kv-memory 1 holds less)"
+    for kept in ("/a/max_model_len is no folder", "no model 'max_model_len '"):
+        assert with_flags(kept) == kept
+
+
+HELP = {
+    "generate": [
+        "--model MODEL",
+        "--max-tokens INT",
+        "--temperature FLOAT",
+        "--stop TEXT",
+        "--device [cpu|cuda]",
+        "--dtype [auto|float32|bfloat16|float16]",
+        "--kv-memory SIZE",
+        "[default: (the model's context)]",
+        "[default: (half of memory)]",
+        "[default: 16]",
+        "- reads it from stdin",
+    ],
+    "chat": ["[default: (smollm2-135m)]", "--max-running INT"],
+    "bench latency": ["[default: (smollm2-135m)]", "--repeats INT", "--batch INT,..."],
+}
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help_names_kinds_of_values_and_defaults(layline: Any, command: str) -> None:
+    text = " ".join(layline(*command.split(), "--help").out.split())
+    for part in HELP[command]:
+        assert part in text
+    assert "parse" not in text.lower()
+
+
+def test_the_list_of_commands_is_not_cut_short(layline: Any) -> None:
+    listed = layline("--help").out.split("Commands:")[1]
+    assert "..." not in listed + layline("bench", "--help").out.split("Commands:")[1]
+    assert "doors in effect." in " ".join(listed.split())

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,18 @@ def absent(engine: str, model: str) -> str | None:
         if subprocess.run([interpreter(engine), "-P", "-c", probe], check=False).returncode == 0:
             return None
     return "not installed"
+
+
+def missing_engines(engines: Iterable[str], model: str) -> dict[str, str]:
+    """Those of ``engines`` that cannot run ``model`` here, with the reason and what may help."""
+    missing = {}
+    for engine in engines:
+        why = absent(engine, model)
+        if why == "not installed" and engine == "llama.cpp":
+            why = f"{why}; {LLAMA_PYTHON} can name a Python that has llama_cpp"
+        if why is not None:
+            missing[engine] = why
+    return missing
 
 
 class Worker:

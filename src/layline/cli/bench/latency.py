@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from layline.cli.options import MODEL_HELP, ComputeOptions
+from layline.cli.options import ComputeOptions, ModelArgument, ModelOption
 from layline.cli.output import note, write_json, write_line
 from layline.cli.session import chosen_model
 from layline.cli.values import choice_list, integer, integer_list
@@ -27,6 +27,7 @@ class LatencyOptions:
         typer.Option(
             "--prompt-tokens",
             parser=integer("--prompt-tokens", minimum=1),
+            metavar="INT",
             help="length of the prompt for prefill",
         ),
     ] = 512
@@ -35,54 +36,72 @@ class LatencyOptions:
         typer.Option(
             "--new-tokens",
             parser=integer("--new-tokens", minimum=1),
+            metavar="INT",
             help="tokens decoded per prompt",
         ),
     ] = 64
     batch: Annotated[
-        str, typer.Option("--batch", help="batch sizes to decode, separated by commas")
+        str,
+        typer.Option(
+            "--batch", metavar="INT,...", help="batch sizes to decode, separated by commas"
+        ),
     ] = "1,8"
     repeats: Annotated[
         int,
         typer.Option(
             "--repeats",
             parser=integer("--repeats", minimum=1),
+            metavar="INT",
             help="how often; medians are shown with least and greatest",
         ),
     ] = 5
     against: Annotated[
-        str,
-        typer.Option("--against", help="engines to measure in turn: transformers,llama.cpp"),
-    ] = ""
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="TEXT,...",
+            help="engines to measure in turn: transformers,llama.cpp",
+            show_default="none",
+        ),
+    ] = None
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
 
 
 def latency(
     options: LatencyOptions,
     compute: ComputeOptions,
-    argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
-    model: Annotated[str | None, typer.Option("--model", help=MODEL_HELP)] = None,
+    argument: ModelArgument = None,
+    model: ModelOption = None,
 ) -> None:
     """Prefill and decode speed, time to the first token from process start, peak memory."""
-    from layline.cli.bench.client import absent
+    from layline.cli.bench.client import missing_engines
+    from layline.cli.bench.facts import facts_of
     from layline.cli.bench.measure import Settings, measure
     from layline.cli.bench.report import as_data, as_table
     from layline.weights.cache import find_model
 
     batches = integer_list("--batch", minimum=1)(options.batch)
-    against = choice_list("--against", COMPETITORS)(options.against)
+    against: tuple[str, ...] = ()
+    if options.against is not None:
+        against = choice_list("--against", COMPETITORS)(options.against)
     name = chosen_model(argument, model, DEFAULT_MODEL)
     given = name.startswith("config:") or Path(name).exists()
+    path = name if given else str(find_model(name))
+    facts = facts_of(name)
     settings = Settings(
         name=name,
-        path=name if given else str(find_model(name)),
+        path=path,
+        has_tokenizer=facts.has_tokenizer,
         prompt_tokens=options.prompt_tokens,
         new_tokens=options.new_tokens,
         batches=batches,
         repeats=options.repeats,
         compute=compute.keywords(),
     )
-    reasons = {engine: absent(engine, settings.path) for engine in against}
-    missing = {engine: why for engine, why in reasons.items() if why is not None}
+    settings.check(facts.context)
+    missing = missing_engines(against, path)
+    for engine, why in missing.items():
+        note(f"layline: going on without {engine}: {why}")
     present = ["layline", *(engine for engine in against if engine not in missing)]
     samples, failed = measure(settings, present, progress)
     data = as_data(settings, samples, missing | failed)

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layline.cli.bench.client import Worker, first_output, workers
-from layline.errors import RunError
+from layline.errors import RunError, UsageError
 
 DECODE_PROMPT_TOKENS = 64
 FIRST_TOKEN_PROMPT = "The capital of France is"
 FIRST_TOKEN_LENGTH = 5
+FIRST_TOKEN_METRICS = ("first_token_s", "peak_memory_bytes")
+NO_TOKENIZER = "the model has no tokenizer files, and this runs layline generate on text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +31,37 @@ class Settings:
     batches: tuple[int, ...]
     repeats: int
     compute: dict[str, Any]
+    has_tokenizer: bool = True
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence: a prefill with one token, or a decode with one more."""
+        return max(self.prompt_tokens + 1, DECODE_PROMPT_TOKENS + self.new_tokens + 1)
+
+    def check(self, context: int) -> None:
+        """Raise UsageError when what is measured needs more than the model's ``context``."""
+        room = context - 1 - DECODE_PROMPT_TOKENS
+        if room < 1:
+            raise UsageError(
+                f"the model's context of {context} tokens is too short to measure decoding; "
+                f"expected at least {DECODE_PROMPT_TOKENS + 2}"
+            )
+        if self.prompt_tokens > context - 1:
+            raise UsageError(
+                f"--prompt-tokens {self.prompt_tokens} and one token after them do not fit the "
+                f"model's context of {context} tokens; the largest valid value is {context - 1}"
+            )
+        if self.new_tokens > room:
+            raise UsageError(
+                f"--new-tokens {self.new_tokens} after prompts of {DECODE_PROMPT_TOKENS} tokens do "
+                f"not fit the model's context of {context} tokens; the largest valid value is "
+                f"{room}"
+            )
 
     @property
     def load(self) -> dict[str, Any]:
         """The load request without the model: room for the longest prompt and largest batch."""
-        longest = max(self.prompt_tokens, DECODE_PROMPT_TOKENS)
-        context = longest + self.new_tokens + 8
-        return {"op": "load", **self.compute, "context": context, "batch": max(self.batches)}
+        return {"op": "load", **self.compute, "context": self.context, "batch": max(self.batches)}
 
     def model_for(self, engine: str) -> str:
         """Layline knows pulled names; the others get the file."""
@@ -44,20 +70,30 @@ class Settings:
 
 @dataclass
 class Samples:
-    """What was measured of one engine: metric name to one value a repeat."""
+    """What was measured of one engine: metric name to one value a repeat.
+
+    ``skipped`` says why a metric has no figure. One failed repeat is enough for that: the median
+    of the others would be that of the lucky ones.
+    """
 
     version: str = ""
     values: dict[str, list[float]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def add(self, metric: str, value: float) -> None:
         """Record one value."""
         self.values.setdefault(metric, []).append(value)
 
+    def skip(self, metric: str, reason: str) -> None:
+        """Record that a metric could not be measured."""
+        self.skipped.setdefault(metric, reason)
+
     def summary(self) -> dict[str, dict[str, float]]:
-        """Median, least and greatest of every metric."""
+        """Median, least and greatest of every metric that was measured in all repeats."""
         return {
             metric: {"median": statistics.median(seen), "min": min(seen), "max": max(seen)}
             for metric, seen in self.values.items()
+            if metric not in self.skipped
         }
 
 
@@ -72,8 +108,13 @@ def measure(
     """
     samples = {engine: Samples() for engine in engines}
     failed: dict[str, str] = {}
+    if not settings.has_tokenizer:
+        for metric in FIRST_TOKEN_METRICS:
+            samples["layline"].skip(metric, NO_TOKENIZER)
     for repeat in range(settings.repeats):
         for engine in list(samples):
+            if samples[engine].skipped:
+                continue
             progress(f"first token {repeat + 1}/{settings.repeats}: {engine}")
             try:
                 seconds, peak = first_token(settings, engine)
@@ -83,8 +124,8 @@ def measure(
                 failed[engine] = str(error)
                 del samples[engine]
                 continue
-            samples[engine].add("first_token_s", seconds)
-            samples[engine].add("peak_memory_bytes", peak)
+            for metric, value in zip(FIRST_TOKEN_METRICS, (seconds, peak), strict=True):
+                samples[engine].add(metric, value)
     rounds(settings, samples, progress)
     return samples, failed
 
@@ -144,12 +185,15 @@ def one_round(
     for batch in settings.batches:
         short = worker.generate(prompts(batch, DECODE_PROMPT_TOKENS), 1)
         long = worker.generate(prompts(batch, DECODE_PROMPT_TOKENS), settings.new_tokens + 1)
+        metric = f"decode_tokens_per_s_batch_{batch}"
         if long <= short:
-            raise RunError(
-                f"{worker.engine} took {short:.3f} s for 1 token and {long:.3f} s for "
-                f"{settings.new_tokens + 1}; expected more, give --new-tokens a larger value"
+            into.skip(
+                metric,
+                f"it took {short:.3f} s for 1 token and {long:.3f} s for "
+                f"{settings.new_tokens + 1}, which is noise; give --new-tokens a larger value",
             )
-        into.add(f"decode_tokens_per_s_batch_{batch}", batch * settings.new_tokens / (long - short))
+            continue
+        into.add(metric, batch * settings.new_tokens / (long - short))
 
 
 def first_token(settings: Settings, engine: str) -> tuple[float, int]:

@@ -17,17 +17,20 @@ def as_data(
     settings: Settings, samples: dict[str, Samples], missing: dict[str, str]
 ) -> dict[str, Any]:
     """Everything measured, with the ratio of medians to each competitor."""
-    engines: dict[str, Any] = {
-        engine: {"status": "measured", "version": seen.version, **seen.summary()}
-        for engine, seen in samples.items()
-    }
-    ours = engines["layline"]
+    summaries = {engine: seen.summary() for engine, seen in samples.items()}
+    engines: dict[str, Any] = {}
+    for engine, seen in samples.items():
+        engines[engine] = {"status": "measured", "version": seen.version, **summaries[engine]}
+        if seen.skipped:
+            engines[engine]["not_measured"] = dict(seen.skipped)
+    ours = summaries["layline"]
     ratios = {
         engine: {
             metric: ratio(metric, ours[metric]["median"], result[metric]["median"])
-            for metric in samples[engine].values
+            for metric in result
+            if metric in ours
         }
-        for engine, result in engines.items()
+        for engine, result in summaries.items()
         if engine != "layline"
     }
     return {
@@ -56,7 +59,12 @@ def as_table(data: dict[str, Any]) -> str:
     """Medians with least and greatest, one column an engine, ratios below."""
     measured = {n: e for n, e in data["engines"].items() if e["status"] == "measured"}
     shown = data["settings"]
-    metrics = [m for m in measured["layline"] if m not in ("status", "version")]
+    metrics = dict.fromkeys(
+        metric
+        for engine in measured.values()
+        for metric in [*engine.get("not_measured", ()), *engine]
+        if metric not in ("status", "version", "not_measured")
+    )
     heads = [f"{name} {engine['version']}" for name, engine in measured.items()]
     lines = [
         f"{data['model']}: {shown['prompt_tokens']} prompt tokens, {shown['new_tokens']} new, "
@@ -66,11 +74,16 @@ def as_table(data: dict[str, Any]) -> str:
         " " * WIDTH + "".join(f"{head:<{WIDTH}}" for head in heads),
     ]
     for metric in metrics:
-        cells = [cell(metric, engine[metric]) for engine in measured.values()]
+        cells = [
+            cell(metric, engine[metric]) if metric in engine else "not measured"
+            for engine in measured.values()
+        ]
         lines.append(f"{label(metric):<{WIDTH}}" + "".join(f"{c:<{WIDTH}}" for c in cells))
     for name, engine in data["engines"].items():
         if engine["status"] != "measured":
             lines.append(f"{name}: {engine['status']}")
+        for metric, why in engine.get("not_measured", {}).items():
+            lines.append(f"{name}, {label(metric)}: not measured; {why}")
     for name, found in data["ratios"].items():
         parts = [f"{label(m)} {value:.2f}" for m, value in found.items() if value is not None]
         lines += ["", f"times {name} (above 1: layline is better): " + "; ".join(parts)]
