@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .PHONY: help run test check clean
 
 # Exported, so that the shell and not make takes care of quotes in it.
-export PROMPT ?= What is the capital of France? Answer in one sentence.
+export PROMPT ?= Explain in two sentences why the sky is blue.
 # One thread a process: two test processes on two cores are faster than two that share them.
 TEST_PROCESSES ?= 2
 TESTS ?=
