@@ -183,6 +183,19 @@ class Terminal:
             self.seen += os.read(self.master, 4096).decode()
         self.seen = self.seen.split(text, 1)[1]
 
+    def press_until(self, key: str, text: str) -> None:
+        """Press ``key`` until ``text`` appears.
+
+        A signal that reaches Python's line editor just before it waits is seen at the next key, as
+        a person would press Ctrl-C again.
+        """
+        for _ in range(40):
+            self.type(key)
+            ready, _, _ = select.select([self.master], [], [], 0.5)
+            if ready:
+                break
+        self.wait_for(text)
+
     def close(self) -> None:
         """End the process if it still runs."""
         if self.process.poll() is None:
@@ -214,10 +227,8 @@ def test_keys_on_a_terminal(terminal: Terminal) -> None:
     terminal.wait_for("[stopped]")
     terminal.wait_for("> ")
     terminal.type("half a line")
-    # Its echo shows that the line editor is waiting; a signal before that would wait for a key.
     terminal.wait_for("half a line")
-    terminal.type("\x03")
-    terminal.wait_for("Ctrl-D leaves")
+    terminal.press_until("\x03", "Ctrl-D leaves")
     terminal.wait_for("> ")
     terminal.type("count\n")
     # The stopped answer and its question, and this one: the dropped line is not among them.
