@@ -101,37 +101,44 @@ class RunOptions(ComputeOptions):
     ] = EngineConfig.max_running
 
 
+MaxTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens",
+        parser=integer("--max-tokens", minimum=1),
+        metavar="INT",
+        help="most tokens to generate",
+    ),
+]
+
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature",
+        parser=number("--temperature", "0 to 100"),
+        metavar="FLOAT",
+        help="0 is greedy: no draw at all",
+    ),
+]
+
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p",
+        parser=number("--top-p", "above 0 and up to 1"),
+        metavar="FLOAT",
+        help="keep this share of probability",
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How tokens are chosen. Ranges are checked by ``SamplingParams``."""
 
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            parser=integer("--max-tokens", minimum=1),
-            metavar="INT",
-            help="most tokens to generate",
-        ),
-    ] = 256
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            parser=number("--temperature", "0 to 100"),
-            metavar="FLOAT",
-            help="0 is greedy: no draw at all",
-        ),
-    ] = 0.0
-    top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p",
-            parser=number("--top-p", "above 0 and up to 1"),
-            metavar="FLOAT",
-            help="keep this share of probability",
-        ),
-    ] = 1.0
+    max_tokens: MaxTokens = 256
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
     top_k: Annotated[
         int,
         typer.Option(
@@ -182,33 +189,9 @@ class SamplingOptions:
 class ChatSamplingOptions(SamplingOptions):
     """Sampling for a conversation, where greedy answers of small models repeat themselves."""
 
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            parser=integer("--max-tokens", minimum=1),
-            metavar="INT",
-            help="most tokens in one answer",
-        ),
-    ] = 512
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            parser=number("--temperature", "0 to 100"),
-            metavar="FLOAT",
-            help="0 is greedy: no draw at all",
-        ),
-    ] = 0.7
-    top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p",
-            parser=number("--top-p", "above 0 and up to 1"),
-            metavar="FLOAT",
-            help="keep this share of probability",
-        ),
-    ] = 0.95
+    max_tokens: MaxTokens = 512
+    temperature: Temperature = 0.7
+    top_p: TopP = 0.95
 
 
 def as_flag(message: str, values: dict[str, Any]) -> str:
