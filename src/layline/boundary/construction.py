@@ -9,7 +9,6 @@ from layline.boundary.contracts import (
     StageDecl,
     StageDeclaration,
     StageInput,
-    StageKind,
     StageOutput,
 )
 from layline.boundary.exit import ExitStep, bind_exit
@@ -43,11 +42,6 @@ class StagePlan:
 
     declaration: StageDeclaration
     paths: dict[BatchVariant, BoundPath]
-
-    @property
-    def kind(self) -> StageKind:
-        """Attention or FFN."""
-        return self.declaration.kind
 
     def path(self, variant: BatchVariant) -> BoundPath:
         """The path for the active variant; never silently another one."""

@@ -79,15 +79,6 @@ class EdgeDecl:
     residual_destination: Layout
 
 
-class Norm(Protocol):
-    """A consumer's norm. ``add_norm`` adds in FP32 and normalises the unrounded sum."""
-
-    def __call__(self, x: object, /) -> object: ...
-
-    def add_norm(self, output: object, residual: object, /) -> tuple[object, object]:
-        """``(norm(output + residual), output + residual)``, both [tokens, hidden]."""
-
-
 class BatchState(Protocol):
     """What a boundary needs of a forward batch."""
 

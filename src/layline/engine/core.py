@@ -31,6 +31,8 @@ class Engine:
         self._sampler = Sampler()
         self._ids = itertools.count()
         self._lock = threading.RLock()
+        self._in_step = False
+        self._dropped: list[Request] = []
 
     @property
     def has_work(self) -> bool:
@@ -72,7 +74,11 @@ class Engine:
         with self._lock:
             if request.finish_reason is None:
                 request.finish_reason = FinishReason.ABORT
-            self._scheduler.remove(request)
+            # The garbage collector may close a stream in the middle of this thread's own step.
+            if self._in_step:
+                self._dropped.append(request)
+            else:
+                self._scheduler.remove(request)
 
     def run(self, requests: Sequence[Request]) -> None:
         """Run steps until every one of ``requests`` has ended."""
@@ -88,12 +94,19 @@ class Engine:
             if not request.events and request.finish_reason is None:
                 self.step()
 
-    @torch.inference_mode()
     def step(self) -> None:
-        """Run one step; the tokens it produces go to their requests' ``events``.
+        """Run one step; the tokens it produces go to their requests' ``events``."""
+        with self._lock:
+            self._in_step = True
+            try:
+                self._step()
+            finally:
+                self._in_step = False
+                while self._dropped:
+                    self._scheduler.remove(self._dropped.pop())
 
-        The caller holds the lock where others may call (:meth:`advance`, :meth:`run`).
-        """
+    @torch.inference_mode()
+    def _step(self) -> None:
         plan = self._scheduler.next_step()
         if plan is None:
             return
@@ -103,7 +116,9 @@ class Engine:
         tokens = list(zip(requests, sampled.read(), sampled.logprobs, strict=True))
         # Only now: a step that failed or was interrupted can be run again as if it had not begun.
         self._scheduler.complete(plan)
-        for request, token_id, logprobs in tokens:
+        # A request that was aborted while the step ran takes no token.
+        live = [token for token in tokens if token[0].finish_reason is None]
+        for request, token_id, logprobs in live:
             request.accept(token_id, logprobs)
             if request.finish_reason is not None:
                 self._scheduler.remove(request)

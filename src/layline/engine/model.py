@@ -67,13 +67,12 @@ def load_model(engine: EngineConfig) -> LoadedModel:
 
 def resolve_device(name: str) -> torch.device:
     """The torch device; raises UsageError where it does not exist."""
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise UsageError(f"device {name!r} is not here; this machine has {count} CUDA devices")
-        device = torch.device("cuda", device.index or 0)
-    return device
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "device 'cuda' is not here: this machine or this build of torch has 0 CUDA devices; "
+            "expected cpu"
+        )
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
 def resolve_dtype(engine: EngineConfig, checkpoint: Checkpoint) -> tuple[torch.dtype, bool]:

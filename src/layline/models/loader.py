@@ -120,7 +120,9 @@ class ModelLoader:
             matrix = self._checkpoint.read(full_name)
             if isinstance(matrix, QuantizedTensor):
                 self._used.add(full_name)
-                return self._head_on(matrix)
+                head = self._head_on(matrix)
+                self._checkpoint.release(full_name)
+                return head
         return Linear(self._plain(full_name, shape))
 
     def rotary(self, rope: RopeConfig, head_dim: int) -> RotaryTable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -294,8 +294,3 @@ def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
     return {name: token for name, token in found.items() if isinstance(token, int)}
-
-
-def known_architectures() -> Collection[str]:
-    """The GGUF architectures that are supported."""
-    return tuple(_ARCHITECTURES)

@@ -116,7 +116,7 @@ def test_size_one_axes_are_not_in_a_layout() -> None:  # boundary G11
     assert Layout.over(mesh, TokenAxis).sharded == {TokenAxis.ATTN_DP, TokenAxis.ATTN_TP_SCATTER}
 
 
-def test_a_mesh_is_refused_at_construction() -> None:  # boundary G13
+def test_a_mesh_is_refused_at_construction() -> None:  # boundary G13 (a mesh)
     with pytest.raises(DeclarationError, match="a mesh of 2 ranks"):
         make_stages((declare_attn(), norm), topology=Topology(tp=2))
 

@@ -64,7 +64,7 @@ def test_finish_comes_once_after_the_scope(when: str) -> None:
         scope.finish(rows(1))
 
 
-def test_one_rank_publishes_no_flag() -> None:  # boundary G49
+def test_one_rank_publishes_no_flag() -> None:  # boundary G49 (tp == 1)
     fb, _, h = entered(rows(5))
     _, ffn = layer()
     ffn.prepare(h, fb)
@@ -83,7 +83,7 @@ def test_each_kind_publishes_its_own_way() -> None:
         ffn.finish(rows(6), fb)
 
 
-def test_a_scoped_mixer_uses_an_exit() -> None:  # boundary G54
+def test_a_scoped_mixer_uses_an_exit() -> None:  # boundary G54 (one rank)
     (mixer,) = make_stages((declare_attn(reduction=ProducerReduction.SCOPED), _norm()))
     fb, _, _ = entered(rows(5))
     batch.start(fb)

@@ -166,7 +166,9 @@ def test_a_written_stream_skips_enter() -> None:  # boundary G61
     torch.testing.assert_close(attn.prepare(h, fb), norm(1)(rows(0)))
 
 
-def test_the_travelling_update_is_applied_once_after_completion() -> None:  # boundary G62
+def test_the_travelling_update_is_applied_once_after_completion() -> (
+    None
+):  # boundary G62 (not the capability check)
     update = Doubling(plain=False)
     _, ffn = layer()
     fb = forward_batch()
@@ -198,13 +200,13 @@ def test_an_update_at_the_producer_writes_the_stream() -> None:  # boundary G63
     torch.testing.assert_close(ffn.prepare(h, fb), norm(2)(rows(0) + 2 * rows(5)))
 
 
-def test_norm_releases_the_stream() -> None:  # boundary G65
+def test_norm_releases_the_stream() -> None:  # boundary G65 (norm)
     fb, _, h = entered(rows(5))
     batch.norm(h, fb, norm())
     assert fb.residual_stream is None
 
 
-def test_snapshot_is_owned_and_leaves_the_main_output() -> None:  # boundary G66
+def test_snapshot_is_owned_and_leaves_the_main_output() -> None:  # boundary G66 (not handoffs)
     fb, _, h = entered(rows(5))
     copy = batch.snapshot(h, fb)
     torch.testing.assert_close(copy, rows(0) + rows(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,34 @@ def test_a_stream_that_was_never_read_leaves_nothing(llm: LLM, how: str) -> None
     del stream
     assert not llm._engine.has_work
     assert free_blocks(llm)[0] == free_blocks(llm)[1]
+
+
+def test_a_stream_closed_inside_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the garbage collector may do: the step goes on, and the request is gone after it."""
+    (wanted,) = llm.generate([PROMPTS[1]], GREEDY)
+    kept, closed = llm.stream(PROMPTS[1], GREEDY), llm.stream(PROMPTS[0], GREEDY)
+    ids = next(kept).token_ids
+    sample = llm._engine._sampler.sample
+
+    def closing(*arguments: Any) -> Any:
+        closed.close()
+        return sample(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine._sampler, "sample", closing)
+        ids += next(kept).token_ids
+    assert llm._engine._scheduler.num_unfinished == 1
+    ids += [token for chunk in kept for token in chunk.token_ids]
+    assert ids == wanted.token_ids
+    assert list(closed) == []
+    assert free_blocks(llm)[0] == free_blocks(llm)[1]
+
+
+def test_memory_report_counts_matrices_and_cache(llm: LLM) -> None:
+    report = llm.memory_report()
+    layer = 48 * 48 + 2 * 16 * 48 + 48 * 48 + 3 * 48 * 80
+    assert report["weights"] == 4 * (3 * layer + 2 * VOCAB * 48)
+    assert report["kv_cache"] == llm._loaded.num_blocks * 16 * 3 * 2 * 16 * 4
 
 
 def test_a_step_that_is_interrupted_can_be_taken_again(
