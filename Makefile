@@ -1,7 +1,7 @@
 # make help lists the targets. Everything is set up on first use; the second call finds it done.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help run test check clean
+.PHONY: help run test simulate check clean
 
 # Exported, so that the shell and not make takes care of quotes in it.
 export PROMPT ?= Explain in two sentences why the sky is blue.
@@ -26,6 +26,10 @@ test: ## set up, fetch the default model and run the tests
 	@tools/setup_venv.sh dev
 	@.venv/bin/layline pull
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(TEST_PROCESSES) $(TESTS)
+
+simulate: ## simulate every planned boundary path that make test has no time for (minutes)
+	@tools/setup_venv.sh dev
+	@.venv/bin/python tools/simulate.py
 
 check: ## formatting, lint and types
 	@tools/setup_venv.sh dev

@@ -10,10 +10,14 @@ import re
 from dataclasses import dataclass
 
 from layline.errors import UsageError, one_of
+from layline.topology import Topology
 
 DEFAULT_MODEL = "smollm2-135m"
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DP_PADDINGS = ("max-len", "sum-len")
+CP_LAYOUTS = ("contiguous", "zigzag")
+MAX_DEGREE = 1024
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 MAX_THREADS = 1024
@@ -26,7 +30,13 @@ class EngineConfig:
 
     ``kv_memory`` is in bytes; None lets the engine size the cache for ``max_running`` requests of
     ``max_model_len`` tokens within a cap. ``max_model_len`` None means the model's own context.
-    ``prefill_tokens`` bounds the prompt tokens of one step.
+    ``prefill_tokens`` bounds the prompt tokens of one step. ``threads`` are those of the whole
+    run, ``kv_memory`` is that of one rank; ``max_running`` and ``prefill_tokens`` count on each
+    attention DP rank.
+
+    The degrees are those of :class:`Topology`. ``boundary_reduction`` is resolved when the model
+    is known. ``cp_layout`` says how a prompt's new tokens are divided over attention CP ranks.
+    ``record_collectives`` keeps a record of every collective of each rank, for ``layline plan``.
     """
 
     model: str = DEFAULT_MODEL
@@ -38,6 +48,19 @@ class EngineConfig:
     max_running: int = 16
     prefill_tokens: int = 2048
     seed: int = 0
+    tp: int = 1
+    attn_dp: int = 1
+    attn_cp: int = 1
+    ep: int = 1
+    dense_tp: int | None = None
+    pp_stages: int = 1
+    boundary_reduction: str = "auto"
+    sequence_parallel: bool = False
+    input_scattered: bool = False
+    quantised_all_reduce: bool = False
+    dp_padding: str = "max-len"
+    cp_layout: str = "contiguous"
+    record_collectives: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -53,6 +76,37 @@ class EngineConfig:
         _require_positive("prefill_tokens", self.prefill_tokens)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise UsageError(f"seed {self.seed!r} must be an integer")
+        self._check_mesh()
+
+    def topology(self) -> Topology:
+        """The mesh as rank 0 sees it. Raises UsageError for degrees that do not fit together."""
+        return Topology(
+            tp=self.tp,
+            attn_dp=self.attn_dp,
+            attn_cp=self.attn_cp,
+            ep=self.ep,
+            pp=self.pp_stages,
+            dense_tp=self.dense_tp,
+        )
+
+    def _check_mesh(self) -> None:
+        for name in ("tp", "attn_dp", "attn_cp", "ep", "dense_tp", "pp_stages"):
+            _require_positive(name, getattr(self, name), MAX_DEGREE)
+        for name in ("sequence_parallel", "input_scattered", "quantised_all_reduce"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} {getattr(self, name)!r} must be True or False")
+        if self.dp_padding not in DP_PADDINGS:
+            raise UsageError(one_of("dp_padding", self.dp_padding, DP_PADDINGS))
+        if self.cp_layout not in CP_LAYOUTS:
+            raise UsageError(one_of("cp_layout", self.cp_layout, CP_LAYOUTS))
+        if self.pp_stages != 1:
+            raise UsageError(
+                f"pp_stages {self.pp_stages} is not supported in this version; expected 1"
+            )
+        topology = self.topology()
+        for name in ("sequence_parallel", "input_scattered"):
+            if getattr(self, name):
+                _require_plain_tp(name, topology)
 
 
 def parse_size(value: int | str | None, name: str = "kv_memory") -> int | None:
@@ -80,6 +134,24 @@ def default_threads() -> int:
     return int(asked) if asked.isdecimal() and 0 < int(asked) <= MAX_THREADS else usable_cores()
 
 
+def threads_of_rank(threads: int | None, local_ranks: int) -> int:
+    """A rank's share of the run's threads on one machine; at least 1."""
+    return max(1, (threads or default_threads()) // local_ranks)
+
+
+def elastic_environment() -> tuple[int, int, int, int] | None:
+    """Rank, world size, local rank and local world size that torchrun gave this process.
+
+    None outside torchrun, and in a world of one process.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    values = [os.environ.get(name, "") for name in names]
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not all(map(str.isdecimal, values)):
+        return None
+    rank, size, local_rank, local_size = map(int, values)
+    return (rank, size, local_rank, local_size) if size > 1 else None
+
+
 def usable_cores() -> int:
     """Cores this process may run on."""
     try:
@@ -95,3 +167,19 @@ def _require_positive(name: str, value: int | None, most: int | None = None) -> 
         raise UsageError(f"{name} {value!r} must be a positive integer")
     if most is not None and value > most:
         raise UsageError(f"{name} {value} is too large; the most is {most}")
+
+
+def _require_plain_tp(name: str, topology: Topology) -> None:
+    """Rows are scattered over attention TP only where that is the whole TP group."""
+    if topology.tp == 1:
+        raise UsageError(f"{name} scatters rows over ranks, but tp 1 has one; expected tp >= 2")
+    for degree in ("attn_dp", "attn_cp"):
+        if getattr(topology, degree) > 1:
+            raise UsageError(
+                f"{name} does not go with {degree} {getattr(topology, degree)}; expected {degree} 1"
+            )
+    if topology.dense_tp == 1:
+        raise UsageError(
+            f"{name} does not go with dense_tp 1, where each rank computes whole rows; "
+            f"expected dense_tp {topology.tp}"
+        )

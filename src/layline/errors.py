@@ -16,6 +16,7 @@
     │   ├── StreamError (RuntimeError)          the residual stream's protocol was broken
     │   └── BoundaryUnsupportedError (NotImplementedError)  no path for this batch or update
     └── RunError (RuntimeError)             the run itself failed                          exit 3
+        └── CollectiveError                     ranks disagree, or a peer does not answer
 
 The command line prints the message as one line and exits with ``exit_status``.
 """
@@ -96,6 +97,10 @@ class BoundaryUnsupportedError(BoundaryError, NotImplementedError):
 
 class RunError(LaylineError, RuntimeError):
     """The run failed for a reason outside the request."""
+
+
+class CollectiveError(RunError):
+    """A collective could not be carried out: ranks disagree, or a peer does not answer."""
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:

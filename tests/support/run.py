@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from layline.config import EngineConfig
+from layline.engine.balance import MeshScheduler, StepRules
 from layline.engine.blocks import BlockPool
 from layline.engine.core import Engine
-from layline.engine.kv import BLOCK_SIZE
-from layline.engine.model import LoadedModel, load_model
-from layline.engine.scheduler import Scheduler, StepPlan
+from layline.engine.facts import open_model
+from layline.engine.local import LocalExecutor
+from layline.engine.model import LoadedModel, load_alone
+from layline.engine.scheduler import BLOCK_SIZE, Scheduler, StepPlan
+from layline.engine.step import MeshStep
 from layline.sampling import SamplingParams
 
 
@@ -27,11 +31,25 @@ class Recorder:
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.plans: list[StepPlan] = []
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
-        hidden = self._runner.hidden_states(plan)
+    def watch(self, scheduler: MeshScheduler) -> None:
+        """Keep the plans of ``scheduler``: a step does not say whose its rows are."""
+        decide = scheduler.next_step
+
+        def next_step() -> Any:
+            plan = decide()
+            if plan is not None:
+                (part,) = plan.parts
+                assert part is not None
+                self.plans.append(part)
+            return plan
+
+        scheduler.next_step = next_step  # type: ignore[method-assign]
+
+    def run(self, step: MeshStep) -> torch.Tensor:
+        hidden = self._runner.hidden_states(step)
         scores = self._runner.model.logits(hidden)
-        sampled = self._runner.score(hidden, plan)
-        self.plans.append(plan)
+        sampled = self._runner.score(hidden, step)
+        plan = self.plans[-1]
         row = index = 0
         for entry in plan.entries:
             rows = scores[row : row + entry.span.count]
@@ -65,19 +83,21 @@ def run_greedy(
     forced: Sequence[Sequence[int]] = (),
 ) -> tuple[list[torch.Tensor], list[list[int]], Recorder]:
     """Logits [prompt + new - 1, vocabulary] and generated ids of every prompt, run together."""
-    import dataclasses
-
-    loaded = load_model(config)
+    model, checkpoint = open_model(config)
+    loaded = load_alone(config, model.facts, checkpoint)
+    checkpoint.close()
     poison_unused_slots(loaded)
     recorder = Recorder(loaded, forced)
-    loaded = dataclasses.replace(loaded, runner=recorder)
-    scheduler = Scheduler(
+    loaded.runner = recorder  # type: ignore[assignment]
+    queue = Scheduler(
         BlockPool(loaded.num_blocks),
         block_size=BLOCK_SIZE,
         max_running=config.max_running,
         prefill_tokens=config.prefill_tokens,
     )
-    engine = Engine(loaded, scheduler)
+    scheduler = MeshScheduler([queue], StepRules())
+    recorder.watch(scheduler)
+    engine = Engine(model, scheduler, LocalExecutor(loaded))
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     requests = [engine.submit(prompt, params) for prompt in prompts]
     while engine.has_work:

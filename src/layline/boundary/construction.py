@@ -1,92 +1,94 @@
-"""Resolve declarations for a topology and keep the planned, bound path of each batch variant."""
+"""Bind a stage's planned paths to this rank's groups and to its own norm."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from layline.boundary.contracts import (
-    EdgeDecl,
-    StageDecl,
-    StageDeclaration,
-    StageInput,
-    StageOutput,
-)
-from layline.boundary.exit import ExitStep, bind_exit
-from layline.boundary.layout import BatchVariant, Layout, TokenAxis
-from layline.boundary.planning.edge import plan_edge, plan_exit
-from layline.boundary.planning.records import Op, OpKind, Place
-from layline.boundary.prepare import PrepareStep, bind_prepare
-from layline.errors import BoundaryUnsupportedError, DeclarationError
-from layline.topology import Topology
+from layline.boundary.contracts import StageDeclaration
+from layline.boundary.exit import BoundExit, bind_arriving, bind_exit
+from layline.boundary.layout import Layout
+from layline.boundary.mesh import Mesh
+from layline.boundary.planning.moves import Ground
+from layline.boundary.planning.stage import StagePath, StagePlan, plan_stage
+from layline.boundary.prepare import BoundPrepare, bind_prepare
+from layline.boundary.rows import BatchKind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BoundPath:
-    """One variant's contract, its planned operations, and the functions bound to them.
+    """One kind of batch: what its prepare and its exit run.
 
-    ``ops`` are those of the edge into the stage, ``leaving`` is the one at the stage's own exit;
-    ``consumes`` says whether the path applies a contribution that its producer left.
+    ``arriving`` is the producer's exit, for an output that comes from another pipeline stage.
     """
 
-    decl: StageDecl
-    ops: tuple[Op, ...]
-    leaving: Op
-    steps: tuple[PrepareStep, ...]
-    leave: ExitStep
-    consumes: bool
+    prepare: BoundPrepare
+    others: Mapping[Layout, BoundPrepare]
+    with_tokens: BoundExit
+    without_tokens: BoundExit
+    arriving: BoundExit | None
+
+    def prepare_from(self, rows: Layout | None) -> BoundPrepare:
+        """The prepare for a residual that is on ``rows``; None is where it is declared to be."""
+        planned = self.prepare
+        if rows is None or rows is planned.source or rows == planned.source:
+            return planned
+        return self.others[rows]
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """The prepared paths of one stage. It holds no tensor and no norm."""
+class BoundStage:
+    """A stage's plan and its functions. It holds no tensor and no norm."""
 
-    declaration: StageDeclaration
-    paths: dict[BatchVariant, BoundPath]
-
-    def path(self, variant: BatchVariant) -> BoundPath:
-        """The path for the active variant; never silently another one."""
-        path = self.paths.get(variant)
-        if path is None:
-            raise BoundaryUnsupportedError(
-                f"no stage boundary path for the active {variant.name} batch"
-            )
-        return path
+    plan: StagePlan
+    paths: Mapping[BatchKind, BoundPath]
 
 
-def resolve_stage(declaration: StageDeclaration, topology: Topology) -> StageDecl:
-    """The stage's input and output on this topology, for ordinary batches.
+def build_stage(
+    declaration: StageDeclaration,
+    following: StageDeclaration | None,
+    mesh: Mesh,
+    *,
+    untouched: bool = False,
+) -> BoundStage:
+    """Plan and bind one stage; stages of equal declarations on one mesh share the result.
 
-    Raises DeclarationError when the topology has more than one rank.
+    Raises DeclarationError where an edge has no correct transition on this mesh.
     """
-    if not topology.is_single:
-        raise DeclarationError(
-            f"a mesh of {topology.world_size} ranks has no boundary paths in this version; "
-            "expected one rank"
+    key = (declaration, following, untouched)
+    known = mesh.plans.get(key)
+    if known is None:
+        plan = plan_stage(declaration, following, mesh.spec)
+        paths = {
+            kind: _bind_path(path, plan, Ground(mesh.spec, kind), mesh, untouched=untouched)
+            for kind, path in plan.paths.items()
+        }
+        known = mesh.plans[key] = BoundStage(plan, paths)
+    assert isinstance(known, BoundStage)
+    return known
+
+
+def _bind_path(
+    path: StagePath, plan: StagePlan, ground: Ground, mesh: Mesh, *, untouched: bool
+) -> BoundPath:
+    declaration = plan.declaration
+    previous = declaration.previous
+    prepares = {
+        rows: bind_prepare(
+            prepare,
+            ground,
+            mesh,
+            None if previous is None else previous.update,
+            follows=previous is not None,
+            untouched=untouched,
         )
-    rows = Layout.over(topology, (TokenAxis.ATTN_DP,))
-    return StageDecl(
-        kind=declaration.kind,
-        variant=BatchVariant.ORDINARY,
-        input=StageInput(rows, declaration.read),
-        output=StageOutput(rows, None, declaration.update),
+        for rows, prepare in path.prepares.items()
+    }
+    transform = None if declaration.transform is None else declaration.transform.apply
+    return BoundPath(
+        prepare=prepares[path.source],
+        others=prepares,
+        with_tokens=bind_exit(path.exit.with_tokens, mesh, transform),
+        without_tokens=bind_exit(path.exit.without_tokens, mesh, transform),
+        arriving=None if path.leaving is None else bind_arriving(path.leaving, mesh),
     )
-
-
-def plan_stage(declaration: StageDeclaration, topology: Topology) -> tuple[StageDecl, EdgeDecl]:
-    """The resolved stage and the edge that leads into it."""
-    decl = resolve_stage(declaration, topology)
-    source = declaration.previous
-    producer = None if source is None else resolve_stage(source, topology).output
-    layout = decl.input.layout
-    return decl, EdgeDecl(producer, decl.input, residual_source=layout, residual_destination=layout)
-
-
-def build_plan(declaration: StageDeclaration, topology: Topology) -> StagePlan:
-    """Plan every supported variant of a stage and bind its prepare steps."""
-    decl, edge = plan_stage(declaration, topology)
-    ops = plan_edge(edge)
-    leaving = plan_exit(decl.output)
-    steps = bind_prepare(tuple(op for op in ops if op.place is Place.PREPARE))
-    consumes = any(op.kind is OpKind.UPDATE_AND_READ for op in ops)
-    path = BoundPath(decl, ops, leaving, steps, bind_exit(leaving), consumes)
-    return StagePlan(declaration, {decl.variant: path})

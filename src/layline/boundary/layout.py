@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from layline.topology import Topology
+from layline.topology import GroupName, Topology
 
 
 class TokenAxis(Enum):
@@ -24,6 +24,11 @@ class SumGroup(Enum):
     TP = "TP"
     MOE_OUTPUT = "MoE output"
 
+    @property
+    def group(self) -> GroupName:
+        """The group of the topology that completes this sum."""
+        return GroupName.ATTN_TP if self is SumGroup.ATTN_TP else GroupName.TP
+
 
 class BatchVariant(Enum):
     """The kind of batch a forward pass runs; each has its own prepared paths."""
@@ -36,11 +41,9 @@ class BatchVariant(Enum):
 
 def axis_size(topology: Topology, axis: TokenAxis) -> int:
     """How many ranks the rows are divided over along ``axis``."""
-    return {
-        TokenAxis.ATTN_DP: topology.attn_dp,
-        TokenAxis.ATTN_CP: topology.attn_cp,
-        TokenAxis.ATTN_TP_SCATTER: topology.attn_tp,
-    }[axis]
+    if axis is TokenAxis.ATTN_DP:
+        return topology.attn_dp
+    return topology.attn_cp if axis is TokenAxis.ATTN_CP else topology.attn_tp
 
 
 @dataclass(frozen=True)
@@ -58,3 +61,21 @@ class Layout:
         if not self.sharded:
             return "every row"
         return " x ".join(axis.value for axis in TokenAxis if axis in self.sharded)
+
+
+FULL_ROWS = Layout()
+
+
+def attention_rows(topology: Topology, variant: BatchVariant) -> Layout:
+    """The rows an attention computes on: its DP rank's, in a CP batch its own chunk of them."""
+    axes = [TokenAxis.ATTN_DP]
+    if variant is BatchVariant.CONTEXT_PARALLEL:
+        axes.append(TokenAxis.ATTN_CP)
+    return Layout.over(topology, axes)
+
+
+def local_rows(topology: Topology, variant: BatchVariant) -> Layout:
+    """Attention rows divided once more over the attention TP ranks."""
+    attention = attention_rows(topology, variant)
+    scattered = Layout.over(topology, (TokenAxis.ATTN_TP_SCATTER,))
+    return Layout(attention.sharded | scattered.sharded)

@@ -3,63 +3,143 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
-from layline.boundary.planning.records import Op, OpKind
-from layline.boundary.residual import StageRead
-from layline.boundary.residual.stream import Contribution
+from layline.boundary.layout import Layout
+from layline.boundary.mesh import Mesh
+from layline.boundary.ops import Step, Transit, bind
+from layline.boundary.planning.edge import PreparePlan
+from layline.boundary.planning.moves import Ground, move
+from layline.boundary.planning.records import Operand, OpKind
+from layline.boundary.residual import StageUpdate
+from layline.boundary.residual.stream import Contribution, ResidualStream
+from layline.errors import StreamError
 
-
-class Transit:
-    """A value on its way across one boundary."""
-
-    __slots__ = ("contribution", "hidden", "norm", "read", "residual")
-
-    def __init__(
-        self,
-        hidden: Any,
-        contribution: Contribution | None,
-        residual: Any,
-        read: StageRead,
-        norm: Any,
-    ) -> None:
-        self.hidden = hidden
-        self.contribution = contribution
-        self.residual = residual
-        self.read = read
-        self.norm = norm
+NO_PRODUCER = (
+    "an output is pending, but this stage's declaration names no previous stage that leaves one; "
+    "give make_stages the actual producer as previous"
+)
+NOT_ENTERED = "this stage follows another one, but the residual stream is still initial"
 
 
-PrepareStep = Callable[[Transit], None]
+@dataclass(frozen=True, slots=True)
+class CaptureMoves:
+    """Where captured residuals go: back to the producer's rows, and on to the compute's rows.
+
+    ``allocates`` tells that the first move gathers, so that its result is nobody else's;
+    ``untouched`` that the following local stage never writes to the residual.
+    """
+
+    to_producer: tuple[Step, ...]
+    to_compute: tuple[Step, ...]
+    allocates: bool
+    untouched: bool
 
 
-def _enter(transit: Transit) -> None:
-    # A stream that is already written entered the stack elsewhere; its residual stands.
-    if transit.residual is None:
-        transit.residual = transit.read.enter(transit.hidden)
+@dataclass(frozen=True, slots=True)
+class BoundPrepare:
+    """One prepare plan with its functions, for a residual that arrives on ``source`` rows."""
+
+    source: Layout
+    entry: tuple[Step, ...]
+    entry_partial: tuple[Step, ...]
+    written: tuple[Step, ...]
+    complete: tuple[Step, ...] | None
+    declared: tuple[Step, ...] | None
+    residual_rows: Layout
+    captures: CaptureMoves
+    follows: bool
+    expected: StageUpdate | None
+
+    def pick(
+        self, stream: ResidualStream, contribution: Contribution | None, transit: Transit
+    ) -> tuple[Step, ...]:
+        """The steps for what has arrived; a dynamic sum is finished here, first."""
+        if contribution is None:
+            if stream.residual is not None:
+                return self.written
+            if self.follows:
+                raise StreamError(NOT_ENTERED)
+            return self.entry_partial if stream.partial else self.entry
+        if self.complete is None:
+            raise StreamError(NO_PRODUCER)
+        update = contribution.update
+        if update is not self.expected:
+            _require_capabilities(update, self.expected)
+        transit.value = contribution.value
+        transit.update = update
+        owed = contribution.owed
+        if owed is None:
+            return self.complete
+        if owed.declared:
+            if self.declared is None:
+                raise StreamError(
+                    f"an output is pending that owes {owed.reason}, but this stage's previous "
+                    "declares no such sum; both neighbours must describe each other"
+                )
+            return self.declared
+        for step in owed.steps:
+            step(transit)
+        return self.complete
 
 
-def _read(transit: Transit) -> None:
-    transit.hidden, transit.residual = transit.read.read(transit.residual, transit.norm)
-
-
-def _update_and_read(transit: Transit) -> None:
-    contribution = transit.contribution
-    if contribution is None:
-        _read(transit)
-        return
-    transit.hidden, transit.residual = transit.read.update_and_read(
-        contribution.update, contribution.value, transit.residual, transit.norm
+def bind_prepare(
+    plan: PreparePlan,
+    ground: Ground,
+    mesh: Mesh,
+    expected: StageUpdate | None,
+    *,
+    follows: bool,
+    untouched: bool,
+) -> BoundPrepare:
+    """Bind one prepare plan. ``expected`` is the update that the declared producer applies."""
+    producer_rows = ground.attention if plan.edge.producer is None else plan.edge.producer.handoff
+    back = move(ground, plan.residual_rows, producer_rows, Operand.RESIDUAL)
+    onward = move(ground, plan.residual_rows, plan.edge.consumer.layout, Operand.RESIDUAL)
+    return BoundPrepare(
+        source=plan.edge.residual_source,
+        entry=bind(plan.entry, mesh),
+        entry_partial=bind(plan.entry_partial, mesh),
+        written=bind(plan.written, mesh),
+        complete=None if plan.complete is None else bind(plan.complete, mesh),
+        declared=None if plan.declared is None else bind(plan.declared, mesh),
+        residual_rows=plan.residual_rows,
+        captures=CaptureMoves(
+            to_producer=bind(back, mesh),
+            to_compute=bind(onward, mesh),
+            allocates=any(op.kind is OpKind.ALL_GATHER for op in back),
+            untouched=untouched,
+        ),
+        follows=follows,
+        expected=expected,
     )
 
 
-_STEPS: dict[OpKind, PrepareStep] = {
-    OpKind.ENTER: _enter,
-    OpKind.READ: _read,
-    OpKind.UPDATE_AND_READ: _update_and_read,
-}
+def run_capture(
+    capture: Callable[..., None], moves: tuple[Step, ...], transit: Transit, *, owned: bool
+) -> None:
+    """Hand the updated residual, moved by ``moves``, to a collector."""
+    moved = Transit(transit.rows, None, transit.residual)
+    for step in moves:
+        step(moved)
+    capture(moved.residual, owned=owned)
 
 
-def bind_prepare(ops: tuple[Op, ...]) -> tuple[PrepareStep, ...]:
-    """One function for each operation of the consumer's side."""
-    return tuple(_STEPS[op.kind] for op in ops)
+def _require_capabilities(actual: StageUpdate, expected: StageUpdate | None) -> None:
+    """The paths were planned for the declared update's capabilities, not for another's."""
+    if expected is not None and (actual.plain, actual.at_producer) == (
+        expected.plain,
+        expected.at_producer,
+    ):
+        return
+    raise StreamError(
+        f"the pending update is {_named(actual)}, but this stage's previous declares "
+        f"{_named(expected)}; both neighbours must describe each other"
+    )
+
+
+def _named(update: StageUpdate | None) -> str:
+    if update is None:
+        return "none"
+    kind = "plain" if update.plain else "not plain"
+    return f"{type(update).__name__} ({kind}{', at the producer' if update.at_producer else ''})"

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from layline.boundary.construction import StagePlan
-from layline.boundary.contracts import BatchState, ProducerReduction, StageDeclaration
-from layline.boundary.exit import ForwardFlags, StageExit
-from layline.boundary.prepare import Transit
-from layline.boundary.residual.batch import stream_of
-from layline.boundary.residual.stream import StreamState
+from layline.boundary.adapters.attention import latent_context
+from layline.boundary.construction import BoundPath, BoundStage
+from layline.boundary.contracts import BatchState, ProducerReduction, StageDeclaration, StageKind
+from layline.boundary.exit import BoundExit, StageExit
+from layline.boundary.mesh import Mesh
+from layline.boundary.ops import Step, Transit
+from layline.boundary.planning.stage import StagePlan, no_path
+from layline.boundary.prepare import BoundPrepare, run_capture
+from layline.boundary.residual.batch import snapshot, stream_of
+from layline.boundary.residual.stream import NOT_STARTED, Contribution, ResidualStream
+from layline.boundary.rows import BatchKind
 from layline.errors import StreamError
-
-_KEEP_NOTHING_BACK = ForwardFlags()
 
 
 class StageBoundary:
     """One stage's entry and exit. Holds the plan and the norm, never a forward tensor."""
 
-    __slots__ = ("_norm", "_plan", "_read", "_update")
+    __slots__ = (
+        "_latent",
+        "_mesh",
+        "_norm",
+        "_partial",
+        "_paths",
+        "_plan",
+        "_read",
+        "_tally",
+        "_update",
+    )
 
-    def __init__(self, plan: StagePlan, norm: Any) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        stage: BoundStage,
+        norm: Any,
+        mesh: Mesh,
+        qkv_latent_func: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._latent = qkv_latent_func
+        self._plan = stage.plan
+        self._paths = stage.paths
         self._norm = norm
-        self._read = plan.declaration.read
-        self._update = plan.declaration.update
+        declaration = stage.plan.declaration
+        self._read = declaration.read
+        self._update = declaration.update
+        self._partial = declaration.reduction is ProducerReduction.PARTIAL
+        self._tally = None if mesh.is_single else mesh.tally
 
     @property
     def declaration(self) -> StageDeclaration:
@@ -36,43 +62,183 @@ class StageBoundary:
         """The planned paths, for printing and checking."""
         return self._plan
 
-    def prepare(self, hidden_states: Any, forward_batch: BatchState) -> Any:
+    def prepare(
+        self,
+        hidden_states: Any,
+        forward_batch: BatchState,
+        *,
+        capture_output: Callable[..., None] | None = None,
+        captured_last_layer_outputs: Any = None,
+        post_residual_addition: Any = None,
+    ) -> Any:
         """Complete, update and read: the stage's compute input, [tokens, hidden].
+
+        ``capture_output(value, owned=...)`` receives the updated residual on the producer's rows,
+        at the stack's entry the input itself; ``captured_last_layer_outputs.capture`` receives it
+        on the rows that attention computes on. ``post_residual_addition`` [tokens, hidden] is
+        added to the residual after the update; a capture shows the residual before it. All three
+        are an attention's. A stage with a ``qkv_latent_func`` leaves its AttnTpContext on the
+        batch. Every rank of the mesh makes the call with the same arguments given.
 
         Raises StreamError when the stack was not started or ``hidden_states`` is not what the last
         boundary call returned, BoundaryUnsupportedError for a batch variant without a path.
         """
+        if (
+            capture_output is None
+            and captured_last_layer_outputs is None
+            and post_residual_addition is None
+        ):
+            stream, bound, transit, steps = self._arrive(hidden_states, forward_batch)
+            return self._run(forward_batch, stream, bound, transit, steps)
+        self._require_attention()
         stream = stream_of(forward_batch)
-        path = self._plan.path(forward_batch.variant)
-        if stream.state is StreamState.INITIAL and self._plan.declaration.previous is not None:
-            raise StreamError(
-                "this stage follows another one, but the residual stream is still initial"
-            )
-        if stream.contribution is not None and stream.contribution.owed is not None:
-            hidden_states = stream.complete(hidden_states)
+        entering = stream.residual is None
+        hidden_states = stream.complete(hidden_states, forward_batch.rows)
+        stream, bound, transit, steps = self._arrive(hidden_states, forward_batch)
+        if capture_output is not None and entering:
+            capture_output(hidden_states, owned=False)
+            capture_output = None
+        if post_residual_addition is not None:
+            capture_output = _add_after(transit, post_residual_addition, capture_output)
+        prepared = self._run(forward_batch, stream, bound, transit, steps)
+        _capture(bound, transit, capture_output, captured_last_layer_outputs)
+        return prepared
+
+    def _arrive(
+        self, hidden_states: Any, forward_batch: BatchState
+    ) -> tuple[ResidualStream, BoundPrepare, Transit, tuple[Step, ...]]:
+        """Take what the producer left, and pick the steps for it; nothing has run yet."""
+        stream: ResidualStream | None = forward_batch.residual_stream
+        if stream is None:
+            raise StreamError(NOT_STARTED)
+        path = self._paths.get(forward_batch.kind)
+        if path is None:
+            raise no_path(forward_batch.kind)
+        bound = path.prepare_from(stream.residual_rows)
         contribution = stream.take(hidden_states)
-        if contribution is not None and not path.consumes:
-            raise StreamError(
-                "an output is pending, but this stage's declaration names no previous stage that "
-                "leaves one; give make_stages the actual producer as previous"
-            )
-        transit = Transit(hidden_states, contribution, stream.residual, self._read, self._norm)
-        for step in path.steps:
+        transit = Transit(
+            forward_batch.rows, hidden_states, stream.residual, None, self._read, self._norm
+        )
+        return stream, bound, transit, bound.pick(stream, contribution, transit)
+
+    def _run(
+        self,
+        forward_batch: BatchState,
+        stream: ResidualStream,
+        bound: BoundPrepare,
+        transit: Transit,
+        steps: tuple[Step, ...],
+    ) -> Any:
+        for step in steps:
             step(transit)
-        stream.update_residual(transit.residual)
-        return transit.hidden
+        stream.residual = transit.residual
+        stream.residual_rows = bound.residual_rows
+        if self._tally is not None:
+            stream.sums = self._tally.reductions
+        if self._latent is not None:
+            forward_batch.attn_tp_context = latent_context(
+                self._latent, forward_batch.kind, forward_batch.rows, self._mesh
+            )
+        return transit.input
 
     def finish(self, hidden_states: Any, forward_batch: BatchState) -> Any:
-        """Record the output of a stage whose compute never reduces (PARTIAL)."""
-        if self._plan.declaration.reduction is not ProducerReduction.PARTIAL:
+        """Record the output of a stage whose compute never reduces (PARTIAL).
+
+        Raises StreamError when compute did reduce, or when an output is already pending.
+        """
+        if not self._partial:
             raise StreamError("a SCOPED stage publishes through exit(), not finish()")
-        path = self._plan.path(forward_batch.variant)
-        return path.leave(stream_of(forward_batch), self._update, hidden_states)
+        stream = stream_of(forward_batch)
+        exit_ = self._decide(forward_batch)
+        return exit_.finish(stream, self._update, hidden_states, forward_batch.rows)
 
     def exit(self, forward_batch: BatchState) -> StageExit:
-        """The scope to compute in; call ``finish`` on it afterwards."""
-        if self._plan.declaration.reduction is ProducerReduction.PARTIAL:
+        """The scope to compute in; call ``finish`` on it afterwards. The decision falls here."""
+        if self._partial:
             raise StreamError("a PARTIAL stage publishes through finish(), not exit()")
-        path = self._plan.path(forward_batch.variant)
         stream = stream_of(forward_batch)
-        return StageExit(stream, self._update, path.leave, _KEEP_NOTHING_BACK)
+        exit_ = self._decide(forward_batch)
+        return StageExit(stream, self._update, exit_, forward_batch.rows)
+
+    def capture_output(self, hidden_states: Any, forward_batch: BatchState) -> tuple[Any, Any]:
+        """``(handle, snapshot)`` of the residual as it will be once the output is added.
+
+        A sum that was left for this batch is completed on the output itself; a sum left by
+        contract is completed on a copy, and stays owed.
+        """
+        stream = stream_of(forward_batch)
+        contribution = stream.contribution
+        if contribution is not None and contribution.owed and not contribution.owed.declared:
+            hidden_states = stream.complete(hidden_states, forward_batch.rows)
+        return hidden_states, snapshot(hidden_states, forward_batch)
+
+    def from_pp(self, tensors: Mapping[str, Any], forward_batch: BatchState) -> Any:
+        """Rebuild the stream from what :func:`residual.batch.to_pp` sent; returns its handle.
+
+        ``tensors`` holds ``hidden_states`` and, unless the stream was written, ``residual``. A sum
+        that the declared producer leaves by contract is declared again, and completed here.
+        Raises StreamError for tensors that do not fit the declared producer.
+        """
+        arriving = self._path(forward_batch.kind).arriving
+        if arriving is None:
+            raise StreamError("from_pp needs a producer; give make_stages it as previous")
+        path = self._path(forward_batch.kind)
+        stream = ResidualStream()
+        forward_batch.residual_stream = stream
+        hidden, residual = tensors["hidden_states"], tensors.get("residual")
+        if residual is None:
+            return stream.write(hidden, path.prepare.source)
+        if arriving.writes:
+            raise StreamError("a residual arrived beside an output that its producer has written")
+        stream.residual, stream.residual_rows = residual, path.prepare.source
+        update = path.prepare.expected
+        assert update is not None
+        return stream.leave(
+            Contribution(hidden, update, arriving.owed, arriving.rows, arriving.after_norm)
+        )
+
+    def _decide(self, forward_batch: BatchState) -> BoundExit:
+        path = self._path(forward_batch.kind)
+        rows = forward_batch.rows
+        return path.with_tokens if rows is None or rows.tokens else path.without_tokens
+
+    def _path(self, kind: BatchKind) -> BoundPath:
+        path = self._paths.get(kind)
+        if path is None:
+            raise no_path(kind)
+        return path
+
+    def _require_attention(self) -> None:
+        if self._plan.declaration.kind is not StageKind.ATTN:
+            raise StreamError(
+                "an ffn's prepare() takes no capture_output, captured_last_layer_outputs or "
+                "post_residual_addition; expected them at an attention's"
+            )
+
+
+def _add_after(
+    transit: Transit, addition: Any, capture: Callable[..., None] | None
+) -> Callable[..., None] | None:
+    """Let ``addition`` join the residual; a capture sees the sum without it."""
+    if transit.update is None:
+        raise StreamError("post_residual_addition needs a pending output to be added with")
+    if capture is not None:
+        # A sum made for the capture alone: nothing else will write to it.
+        capture(transit.update.apply(transit.value, transit.residual), owned=True)
+    transit.value = transit.value + addition
+    return None
+
+
+def _capture(
+    bound: BoundPrepare,
+    transit: Transit,
+    capture_output: Callable[..., None] | None,
+    captured_last_layer_outputs: Any,
+) -> None:
+    moves = bound.captures
+    if capture_output is not None:
+        owned = moves.allocates or moves.untouched
+        run_capture(capture_output, moves.to_producer, transit, owned=owned)
+    if captured_last_layer_outputs is not None:
+        collect = captured_last_layer_outputs.capture
+        run_capture(collect, moves.to_compute, transit, owned=False)

@@ -35,16 +35,19 @@ def chat(
     model: ModelOption = None,
 ) -> int:
     """Talk with a model. /help lists the commands."""
+    status = session.follow()
+    if status is not None:
+        return status
     params = sampling.params()
     require_stdin("messages there, from a terminal or a pipe")
     name = session.chosen_model(argument, model, DEFAULT_MODEL)
-    llm = session.open_llm(name, run)
-    if llm.tokenizer.chat_template is None:
-        raise PromptError(
-            f"model {name!r} has no chat template; expected one in its tokenizer files, "
-            "or use: layline generate"
-        )
-    return Conversation(llm, params).run(name)
+    with session.open_llm(name, run) as llm:
+        if llm.tokenizer.chat_template is None:
+            raise PromptError(
+                f"model {name!r} has no chat template; expected one in its tokenizer files, "
+                "or use: layline generate"
+            )
+        return Conversation(llm, params).run(name)
 
 
 class Conversation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +10,10 @@ import typer
 
 from layline.cli import session
 from layline.cli.input import require_stdin, stdin_bytes, utf8
-from layline.cli.memory import peak_bytes
 from layline.cli.options import MODEL_HELP, RunOptions, SamplingOptions
 from layline.cli.output import note, size_text, write, write_json
 from layline.config import DEFAULT_MODEL
+from layline.engine.memory import peak_bytes
 from layline.errors import RunError
 
 if TYPE_CHECKING:
@@ -48,19 +48,23 @@ def generate(
     output: OutputOptions,
     sampling: SamplingOptions,
     run: RunOptions,
-) -> None:
+) -> int:
     """Generate text after PROMPT. Greedy unless --temperature says otherwise."""
+    status = session.follow()
+    if status is not None:
+        return status
     text = prompt_text(prompt)
     params = sampling.params()
-    llm = session.open_llm(output.model, run)
-    chunks = answer(llm, text, params, chat=output.chat)
-    result = finish(chunks, show=output.stream and not output.json)
-    if output.json:
-        write_json(result.as_dict())
-    elif not output.stream:
-        write(result.text + "\n")
-    if output.stats:
-        note(stats_line(result))
+    with session.open_llm(output.model, run) as llm:
+        chunks = answer(llm, text, params, chat=output.chat)
+        result = finish(chunks, show=output.stream and not output.json)
+        if output.json:
+            write_json(result.as_dict())
+        elif not output.stream:
+            write(result.text + "\n")
+        if output.stats:
+            note(stats_line(result, llm.worker_peaks()))
+    return 0
 
 
 def prompt_text(prompt: str) -> str:
@@ -99,12 +103,15 @@ def finish(chunks: Iterator[StreamChunk], *, show: bool) -> GenerationOutput:
     return result
 
 
-def stats_line(result: GenerationOutput) -> str:
-    """Speed and memory of one answer in a line."""
+def stats_line(result: GenerationOutput, worker_peaks: Sequence[int]) -> str:
+    """Speed of one answer and memory of this process and the workers in a line."""
     usage, timing = result.usage, result.timing
     decoded = usage.completion_tokens - 1
     parts = [f"{usage.prompt_tokens} prompt tokens, first token after {timing.ttft_s:.2f} s"]
     if decoded > 0 and timing.decode_s > 0:
         parts.append(f"{usage.completion_tokens} tokens, {decoded / timing.decode_s:.1f} tokens/s")
-    parts.append(f"peak memory {size_text(peak_bytes())}")
+    memory = f"peak memory {size_text(peak_bytes() + sum(worker_peaks))}"
+    if worker_peaks:
+        memory += f", the sum over {len(worker_peaks)} ranks and the process that drives them"
+    parts.append(memory)
     return " · ".join(parts)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from layline.cli import chat, doctor, generate, pull
-from layline.cli.bench import latency
+from layline.cli.bench import boundary, latency
 from layline.cli.failures import write_traceback
 from layline.cli.grammar import CommandGroup, OneLineCommand, grouped, usage_message
 from layline.cli.output import (
@@ -25,6 +25,7 @@ from layline.cli.output import (
     lenient_streams,
     note,
 )
+from layline.cli.plan import command as plan
 from layline.errors import LaylineError
 
 INTERRUPTED = 130
@@ -96,6 +97,7 @@ def build() -> typer.Typer:
         ("pull", pull.pull),
         ("generate", generate.generate),
         ("chat", chat.chat),
+        ("plan", plan.plan),
         ("doctor", doctor.doctor),
     ):
         app.command(name, cls=OneLineCommand, short_help=first_line(function))(grouped(function))
@@ -103,9 +105,8 @@ def build() -> typer.Typer:
         cls=CommandGroup, help="Measure, beside other engines.", rich_markup_mode=None
     )
     bench.callback()(bench_root)
-    bench.command("latency", cls=OneLineCommand, short_help=first_line(latency.latency))(
-        grouped(latency.latency)
-    )
+    for name, measure in (("latency", latency.latency), ("boundary", boundary.boundary)):
+        bench.command(name, cls=OneLineCommand, short_help=first_line(measure))(grouped(measure))
     app.add_typer(bench, name="bench")
     return app
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layline.boundary.policy import POLICIES
 from layline.cli.values import choice, integer, number, size
-from layline.config import DEFAULT_MODEL, DEVICES, DTYPES, MAX_THREADS, EngineConfig
+from layline.config import (
+    CP_LAYOUTS,
+    DEFAULT_MODEL,
+    DEVICES,
+    DP_PADDINGS,
+    DTYPES,
+    MAX_DEGREE,
+    MAX_THREADS,
+    EngineConfig,
+)
 from layline.errors import SamplingError
 
 if TYPE_CHECKING:
@@ -25,6 +35,18 @@ ModelOption = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="the same as MODEL", show_default=DEFAULT_MODEL),
 ]
+
+
+def degree(flag: str, meaning: str) -> Any:
+    """The option of a mesh degree."""
+    parser = integer(flag, minimum=1, maximum=MAX_DEGREE)
+    return typer.Option(flag, parser=parser, metavar="INT", help=meaning)
+
+
+def choice_option(flag: str, choices: tuple[str, ...], meaning: str) -> Any:
+    """The option of one of a closed set of words."""
+    parser = choice(flag, choices)
+    return typer.Option(flag, parser=parser, metavar=f"[{'|'.join(choices)}]", help=meaning)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +77,7 @@ class ComputeOptions:
             "--threads",
             parser=integer("--threads", minimum=1, maximum=MAX_THREADS),
             metavar="INT",
-            help="compute threads on the CPU",
+            help="compute threads on the CPU, divided over ranks",
             show_default="all usable cores",
         ),
     ] = None
@@ -66,7 +88,54 @@ class ComputeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(ComputeOptions):
+class MeshOptions:
+    """How a model is divided over ranks; the names are ``LLM``'s keywords."""
+
+    tp: Annotated[int, degree("--tp", "ranks that share the model; each is a process")] = 1
+    attn_dp: Annotated[int, degree("--attn-dp", "parts of tp that attend to other requests")] = 1
+    attn_cp: Annotated[int, degree("--attn-cp", "parts of tp that share a prompt's tokens")] = 1
+    ep: Annotated[int, degree("--ep", "parts of tp that hold other experts")] = 1
+    dense_tp: Annotated[
+        int | None,
+        typer.Option(
+            "--dense-tp",
+            parser=integer("--dense-tp", minimum=1, maximum=MAX_DEGREE),
+            metavar="INT",
+            help="ranks that share a dense FFN: tp, or 1 for a whole one on each",
+            show_default="tp",
+        ),
+    ] = None
+    boundary_reduction: Annotated[
+        str, choice_option("--boundary-reduction", POLICIES, "how FFN outputs may be reduced")
+    ] = EngineConfig.boundary_reduction
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option("--sequence-parallel", help="keep rows of prompts divided between stages"),
+    ] = False
+    input_scattered: Annotated[
+        bool,
+        typer.Option("--input-scattered", help="divide rows before each attention's input"),
+    ] = False
+    dp_padding: Annotated[
+        str,
+        choice_option("--dp-padding", DP_PADDINGS, "how attention DP ranks share a buffer"),
+    ] = EngineConfig.dp_padding
+    cp_layout: Annotated[
+        str,
+        choice_option("--cp-layout", CP_LAYOUTS, "how attention CP divides a prompt"),
+    ] = EngineConfig.cp_layout
+
+    def given(self) -> dict[str, Any]:
+        """The keywords for ``LLM`` that differ from a single rank's."""
+        return {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if getattr(self, each.name) != each.default
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(MeshOptions, ComputeOptions):
     """Where and how a model runs; the names are ``LLM``'s keywords."""
 
     max_model_len: Annotated[
@@ -86,7 +155,7 @@ class RunOptions(ComputeOptions):
             "--kv-memory",
             parser=size("--kv-memory"),
             metavar="SIZE",
-            help="most memory for the key-value cache, such as 512M or 2G",
+            help="most memory for a rank's key-value cache, such as 512M or 2G",
             show_default="half of memory",
         ),
     ] = None
@@ -96,7 +165,7 @@ class RunOptions(ComputeOptions):
             "--max-running",
             parser=integer("--max-running", minimum=1),
             metavar="INT",
-            help="most requests decoded together",
+            help="most requests decoded together, on each attention DP rank",
         ),
     ] = EngineConfig.max_running
 

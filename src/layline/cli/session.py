@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import gc
 import re
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from layline.cli.options import RunOptions
+from layline.config import elastic_environment
 from layline.errors import UsageError
 
 if TYPE_CHECKING:
     from layline.engine.llm import LLM
 
 # As a word of a sentence, not as a part of a path or a quoted value.
-KEYWORD = re.compile(r"(?<![^\s(])(?:max_model_len|kv_memory|max_running)(?= )")
+NAMES = [each.name for each in fields(RunOptions)]
+# A short one is a word of its own, unless a value follows.
+KEYWORD = re.compile(
+    rf"(?<![^\s(])(?:(?:{'|'.join(name for name in NAMES if '_' in name)})(?= )"
+    rf"|(?:{'|'.join(name for name in NAMES if '_' not in name)})(?= [\d']))"
+)
 
 
 def open_llm(model: str, run: RunOptions) -> LLM:
@@ -30,6 +37,19 @@ def open_llm(model: str, run: RunOptions) -> LLM:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def follow() -> int | None:
+    """Under torchrun: None for the process that runs the command, which is rank 0.
+
+    Every other process is a rank of its model until the command is done; its exit status.
+    """
+    found = elastic_environment()
+    if found is None or found[0] == 0:
+        return None
+    from layline.engine.elastic import World, follow
+
+    return follow(World(*found))
 
 
 def with_flags(message: str) -> str:

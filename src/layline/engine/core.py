@@ -1,4 +1,4 @@
-"""The engine's loop: plan a step, run it, sample, and hand tokens to their requests."""
+"""The engine's loop: plan a step, have it executed, and hand tokens to their requests."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import itertools
 import threading
 from collections.abc import Sequence
 
-import torch
-
-from layline.engine.model import LoadedModel
+from layline.engine.balance import MeshScheduler, SampleRow
+from layline.engine.executor import Executor, MemoryUse, RowSpec
+from layline.engine.facts import ServedModel
 from layline.engine.request import FinishReason, Request
-from layline.engine.scheduler import Scheduler
 from layline.errors import PromptError
-from layline.layers.sampler import Sampler
-from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams, fresh_seed
 from layline.text.detokenize import IncrementalDecoder
 from layline.text.stop import StopMatcher
 
 
 class Engine:
-    """Runs requests to their end, many at a time, on one loaded model.
+    """Runs requests to their end, many at a time, on one model.
 
     Calls may come from several threads: one runs at a time, and each step serves every request.
     """
 
-    def __init__(self, loaded: LoadedModel, scheduler: Scheduler) -> None:
-        self._loaded = loaded
+    def __init__(self, model: ServedModel, scheduler: MeshScheduler, executor: Executor) -> None:
+        self._model = model
         self._scheduler = scheduler
-        self._sampler = Sampler()
+        self._executor = executor
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._in_step = False
@@ -37,14 +34,25 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True while a request waits or runs."""
-        return self._scheduler.num_unfinished > 0
+        with self._lock:
+            self._forget_dropped()
+            return self._scheduler.num_unfinished > 0
+
+    def memory(self) -> MemoryUse:
+        """What the ranks hold."""
+        with self._lock:
+            return self._executor.memory()
+
+    def close(self, status: int) -> None:
+        """End what runs elsewhere."""
+        self._executor.close(status)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         """Queue a request. Raises PromptError or SamplingError for one that can never run."""
-        room = self._loaded.max_model_len - len(prompt_ids)
+        room = self._model.facts.max_model_len - len(prompt_ids)
         self._check_prompt(prompt_ids, room)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
-        tokenizer = self._loaded.tokenizer
+        tokenizer = self._model.tokenizer
         end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             end_ids |= tokenizer.eos_ids
@@ -52,33 +60,43 @@ class Engine:
             request_id=next(self._ids),
             prompt_ids=tuple(prompt_ids),
             params=params,
-            row=RowState(
-                params,
-                seed=fresh_seed() if params.seed is None else params.seed,
-                valid_vocab=self._loaded.valid_vocab,
-                prompt_ids=prompt_ids,
-                eos_ids=tokenizer.eos_ids,
-                banned_ids=tokenizer.unused_ids,
-            ),
             decoder=IncrementalDecoder(tokenizer, prompt_ids, skip_special=params.skip_special),
             stops=StopMatcher(params.stop, include_in_output=params.include_stop_in_output),
             end_ids=end_ids,
             most_tokens=most,
         )
+        spec = RowSpec(
+            params=params,
+            seed=fresh_seed() if params.seed is None else params.seed,
+            valid_vocab=self._model.valid_vocab,
+            prompt_ids=request.prompt_ids,
+            eos_ids=tokenizer.eos_ids,
+            banned_ids=tokenizer.unused_ids,
+        )
         with self._lock:
             self._scheduler.add(request)
+            try:
+                self._executor.admit(request.request_id, request.attn_dp, spec)
+            except BaseException:
+                self._scheduler.remove(request)
+                raise
         return request
 
     def abort(self, request: Request) -> None:
-        """Stop a request wherever it is; its blocks are free afterwards."""
-        with self._lock:
-            if request.finish_reason is None:
-                request.finish_reason = FinishReason.ABORT
-            # The garbage collector may close a stream in the middle of this thread's own step.
-            if self._in_step:
-                self._dropped.append(request)
-            else:
-                self._scheduler.remove(request)
+        """Stop a request wherever it is; its blocks are free afterwards, or after a running step.
+
+        The garbage collector may call this in any thread and in the middle of this thread's own
+        step, so it never waits.
+        """
+        if request.finish_reason is None:
+            request.finish_reason = FinishReason.ABORT
+        self._dropped.append(request)
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._in_step:
+                    self._forget_dropped()
+            finally:
+                self._lock.release()
 
     def run(self, requests: Sequence[Request]) -> None:
         """Run steps until every one of ``requests`` has ended."""
@@ -97,31 +115,38 @@ class Engine:
     def step(self) -> None:
         """Run one step; the tokens it produces go to their requests' ``events``."""
         with self._lock:
+            self._forget_dropped()
             self._in_step = True
             try:
                 self._step()
             finally:
                 self._in_step = False
-                while self._dropped:
-                    self._scheduler.remove(self._dropped.pop())
+                self._forget_dropped()
 
-    @torch.inference_mode()
     def _step(self) -> None:
         plan = self._scheduler.next_step()
         if plan is None:
             return
-        logits = self._loaded.runner.run(plan)
-        requests = [entry.request for entry in plan.entries if entry.samples]
-        sampled = self._sampler.sample(logits, [request.row for request in requests])
-        tokens = list(zip(requests, sampled.read(), sampled.logprobs, strict=True))
+        sampling = plan.sampling
+        rows = [[SampleRow(r.request_id, len(r.output_ids)) for r in part] for part in sampling]
+        tokens = self._executor.execute(plan.step, rows)
         # Only now: a step that failed or was interrupted can be run again as if it had not begun.
         self._scheduler.complete(plan)
+        drawn = zip(itertools.chain(*sampling), itertools.chain(*tokens), strict=True)
         # A request that was aborted while the step ran takes no token.
-        live = [token for token in tokens if token[0].finish_reason is None]
-        for request, token_id, logprobs in live:
+        live = [one for one in drawn if one[0].finish_reason is None]
+        for request, (token_id, logprobs) in live:
             request.accept(token_id, logprobs)
             if request.finish_reason is not None:
-                self._scheduler.remove(request)
+                self._forget(request)
+
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            self._forget(self._dropped.pop())
+
+    def _forget(self, request: Request) -> None:
+        self._scheduler.remove(request)
+        self._executor.release(request.request_id, request.attn_dp)
 
     def _check_prompt(self, prompt_ids: Sequence[int], room: int) -> None:
         if not prompt_ids:
@@ -129,10 +154,10 @@ class Engine:
         if room < 1:
             raise PromptError(
                 f"the prompt has {len(prompt_ids)} tokens; expected at most "
-                f"{self._loaded.max_model_len - 1}, one less than the context of "
-                f"{self._loaded.max_model_len}"
+                f"{self._model.facts.max_model_len - 1}, one less than the context of "
+                f"{self._model.facts.max_model_len}"
             )
-        vocab = self._loaded.config.vocab_size
+        vocab = self._model.facts.config.vocab_size
         for token_id in prompt_ids:
             if not 0 <= token_id < vocab:
                 raise PromptError(f"token id {token_id} is not in the vocabulary of {vocab} ids")

@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from layline.config import EngineConfig
+from layline.engine.scheduler import BLOCK_SIZE
 from layline.errors import UsageError
 from layline.models.config import DecoderConfig
 
-BLOCK_SIZE = 16
 CPU_SHARE = 0.5  # Of the machine's memory. Pages that no token has touched cost nothing.
 CUDA_SHARE = 0.8  # Of the memory free after loading; the rest is for activations.
 
 
-def slot_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token takes over all layers."""
-    return config.num_layers * 2 * config.kv_size * dtype.itemsize
+@dataclass(frozen=True)
+class Room:
+    """What decides how many blocks one rank's cache can have.
+
+    ``slot_bytes`` is what one token takes, ``local_ranks`` how many ranks share the machine.
+    """
+
+    slot_bytes: int
+    max_model_len: int
+    device: torch.device
+    local_ranks: int = 1
 
 
-def num_blocks(
-    engine: EngineConfig,
-    config: DecoderConfig,
-    max_model_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> int:
-    """Blocks of the cache, block 0 included.
+def local_heads(config: DecoderConfig, attn_tp: int = 1) -> int:
+    """Key heads of one rank; where there are fewer than ranks, several hold the same one."""
+    return max(1, config.num_kv_heads // attn_tp)
+
+
+def slot_bytes(config: DecoderConfig, dtype: torch.dtype, attn_tp: int = 1) -> int:
+    """Bytes that one token takes on one rank over all layers."""
+    heads = local_heads(config, attn_tp)
+    return config.num_layers * 2 * heads * config.head_dim * dtype.itemsize
+
+
+def num_blocks(engine: EngineConfig, room: Room) -> int:
+    """Blocks of a rank's cache, block 0 included.
 
     Raises UsageError when one sequence of ``max_model_len`` tokens does not fit.
     """
-    block_bytes = slot_bytes(config, dtype) * BLOCK_SIZE
-    longest = -(-max_model_len // BLOCK_SIZE)
+    block_bytes = room.slot_bytes * BLOCK_SIZE
+    longest = -(-room.max_model_len // BLOCK_SIZE)
     available, name = engine.kv_memory, "kv_memory"
     if available is None:
-        available, name = _available(device), "the memory for keys and values"
+        available, name = _available(room), "the memory for keys and values"
     fitting = available // block_bytes - 1
     if fitting < longest:
         tokens = max(fitting, 0) * BLOCK_SIZE
@@ -44,23 +58,24 @@ def num_blocks(
         lower = f", or max_model_len {tokens}" if tokens > 1 else ""
         raise UsageError(
             f"{name} {available} bytes holds {tokens} tokens; expected room for one sequence of "
-            f"max_model_len {max_model_len}: {needed}M{lower}"
+            f"max_model_len {room.max_model_len}: {needed}M{lower}"
         )
     return min(engine.max_running * longest, fitting) + 1
 
 
-def _available(device: torch.device) -> int:
+def _available(room: Room) -> int:
     """Bytes the cache may have where the configuration does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SHARE)
+    if room.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(room.device)[0] * CUDA_SHARE)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(memory * CPU_SHARE) // room.local_ranks
 
 
 def allocate(
-    config: DecoderConfig, blocks: int, device: torch.device, dtype: torch.dtype
+    config: DecoderConfig, blocks: int, num_heads: int, device: torch.device, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """One zeroed cache a layer, [slots, 2, kv heads, head dim]."""
-    shape = (blocks * BLOCK_SIZE, 2, config.num_kv_heads, config.head_dim)
+    """One zeroed cache a layer, [slots, 2, this rank's kv heads, head dim]."""
+    shape = (blocks * BLOCK_SIZE, 2, num_heads, config.head_dim)
     return [_zeros(shape, device, dtype) for _ in range(config.num_layers)]
 
 

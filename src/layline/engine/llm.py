@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layline.config import EngineConfig, parse_size
+from layline.engine.balance import MeshScheduler, StepRules
 from layline.engine.blocks import BlockPool
 from layline.engine.core import Engine
-from layline.engine.kv import BLOCK_SIZE
-from layline.engine.model import load_model
+from layline.engine.launch import launch
 from layline.engine.output import GenerationOutput, StreamChunk, Timing, Usage
 from layline.engine.request import Request
-from layline.engine.scheduler import Scheduler
+from layline.engine.scheduler import BLOCK_SIZE, Scheduler
 from layline.errors import PromptError, UsageError, one_of
 from layline.sampling import SamplingParams
 from layline.text.tokenizer import Tokenizer
@@ -25,10 +26,13 @@ class LLM:
     """A loaded model that answers. Several threads may use it; their requests run together.
 
     Keywords are the command line's flags with underscores: ``model``, ``device``, ``dtype``,
-    ``threads`` (of torch in the whole process), ``max_model_len``, ``kv_memory`` (bytes, or text
-    such as ``"512M"``), ``max_running``; also ``prefill_tokens``, the most prompt tokens of one
-    step, and ``seed``, that of the random weights of ``config:DIR``. Raises UsageError or
-    CheckpointError with a one-line message.
+    ``threads`` (of torch in the whole run), ``max_model_len``, ``kv_memory`` (bytes of a rank, or
+    text such as ``"512M"``), ``max_running``, and the mesh's: ``tp``, ``attn_dp``, ``attn_cp``,
+    ``ep``, ``dense_tp``, ``boundary_reduction``, ``sequence_parallel``, ``input_scattered``,
+    ``dp_padding``, ``cp_layout``. Also ``prefill_tokens``, the most prompt tokens of one step, and
+    ``seed``, that of the random weights of ``config:DIR``. With ``tp`` above 1 workers are started,
+    and end with :meth:`close`. Raises UsageError or CheckpointError with a one-line message, and
+    RunError when a worker fails; every later call then raises it too.
     """
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
@@ -41,28 +45,53 @@ class LLM:
         if "kv_memory" in flags:
             flags["kv_memory"] = parse_size(flags["kv_memory"])
         self.engine_config = EngineConfig(**{k: v for k, v in flags.items() if v is not None})
-        self._loaded = load_model(self.engine_config)
-        scheduler = Scheduler(
-            BlockPool(self._loaded.num_blocks),
-            block_size=BLOCK_SIZE,
-            max_running=self.engine_config.max_running,
-            prefill_tokens=self.engine_config.prefill_tokens,
-        )
-        self._engine = Engine(self._loaded, scheduler)
+        self._model, executor = launch(self.engine_config)
+        queues = [
+            Scheduler(
+                BlockPool(executor.num_blocks),
+                block_size=BLOCK_SIZE,
+                max_running=self.engine_config.max_running,
+                prefill_tokens=self.engine_config.prefill_tokens,
+            )
+            for _ in range(self.engine_config.attn_dp)
+        ]
+        scheduler = MeshScheduler(queues, StepRules.of(self.engine_config))
+        self._engine = Engine(self._model, scheduler, executor)
+        # With the engine, not with this object: streams may outlive it.
+        self._close = weakref.finalize(self._engine, executor.close)
+
+    def close(self, status: int = 0) -> None:
+        """End the workers, which exit with ``status``; a second call does nothing.
+
+        Without it they end with this object or with the process.
+        """
+        if self._close.detach() is not None:
+            self._engine.close(status)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._loaded.tokenizer
+        return self._model.tokenizer
 
     @property
     def max_model_len(self) -> int:
         """Tokens a sequence may have, prompt and answer together."""
-        return self._loaded.max_model_len
+        return self._model.facts.max_model_len
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes of the weight matrices (all copies) and of the whole key-value cache."""
-        return {"weights": self._loaded.weight_bytes, "kv_cache": self._loaded.cache_bytes}
+        """Bytes of the weight matrices (all copies) and of the key-value cache, over all ranks."""
+        used = self._engine.memory()
+        return {"weights": used.weights, "kv_cache": used.kv_cache}
+
+    def worker_peaks(self) -> list[int]:
+        """Peak resident bytes of each worker process; none where this process is the only one."""
+        return list(self._engine.memory().worker_peaks)
 
     def generate(
         self,

@@ -1,27 +1,26 @@
-"""Load a model: resolve the run's dtype and context, build the decoder, bind its cache."""
+"""Load one rank's part of a model: build the decoder, size its cache, bind it."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
+from layline.boundary.mesh import Mesh
 from layline.config import EngineConfig, default_threads
 from layline.engine import kv
+from layline.engine.facts import ModelFacts, resolve
 from layline.engine.runner import Runner
+from layline.engine.scheduler import BLOCK_SIZE
 from layline.errors import UsageError
 from layline.layers.attention import TorchAttention
 from layline.models.config import DecoderConfig
 from layline.models.decoder import Decoder
 from layline.models.loader import LoadTarget, ModelLoader
 from layline.models.registry import family_of
-from layline.text.tokenizer import Tokenizer, load_tokenizer
-from layline.topology import Topology
 from layline.weights.checkpoint import Checkpoint
 from layline.weights.opening import open_checkpoint
 
-PLAIN_ENCODINGS = frozenset({"F32", "F16", "BF16"})
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -29,116 +28,107 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadedModel:
-    """A model ready to run, with what was resolved for it.
+    """One rank's weights, ready to run once a cache is bound.
 
-    ``valid_vocab`` is the number of ids that may be sampled: rows of the embedding beyond the
-    tokenizer's vocabulary are padding.
+    ``num_blocks`` is 0 before that. ``weight_bytes`` and ``cache_bytes`` are this rank's.
     """
 
-    config: DecoderConfig
-    tokenizer: Tokenizer
+    facts: ModelFacts
     runner: Runner
-    max_model_len: int
-    valid_vocab: int
-    num_blocks: int
     device: torch.device
     dtype: torch.dtype
-    packed: bool
     weight_bytes: int
-    cache_bytes: int
+    num_blocks: int = 0
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model's configuration."""
+        return self.facts.config
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the key-value cache."""
+        return self.num_blocks * BLOCK_SIZE * self._slot_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        return kv.slot_bytes(self.config, self.dtype, self.facts.spec.topology.attn_tp)
+
+    def fitting_blocks(self, engine: EngineConfig, local_ranks: int = 1) -> int:
+        """Blocks that this rank's cache can have. Raises UsageError when that is too few."""
+        return kv.num_blocks(
+            engine, kv.Room(self._slot_bytes, self.facts.max_model_len, self.device, local_ranks)
+        )
+
+    @torch.inference_mode()
+    def bind_cache(self, num_blocks: int) -> None:
+        """Allocate the cache and give it to the layers."""
+        heads = kv.local_heads(self.config, self.facts.spec.topology.attn_tp)
+        caches = kv.allocate(self.config, num_blocks, heads, self.device, self.dtype)
+        self.runner.model.bind_cache(caches)
+        self.num_blocks = num_blocks
 
 
 def load_model(engine: EngineConfig) -> LoadedModel:
-    """Open the checkpoint that ``engine.model`` names and load it.
+    """Load a model into this process alone, cache included.
 
     Raises UsageError or CheckpointError with one line that names the value or file at fault.
     """
-    device = resolve_device(engine.device)
     checkpoint = open_checkpoint(engine.model, seed=engine.seed)
-    # Torch has one count for the process: the model that is loaded last decides.
-    torch.set_num_threads(engine.threads or default_threads())
     try:
-        return _load(engine, checkpoint, device)
+        return load_alone(engine, resolve(engine, checkpoint), checkpoint)
     finally:
         checkpoint.close()
 
 
-def resolve_device(name: str) -> torch.device:
-    """The torch device; raises UsageError where it does not exist."""
-    if name == "cuda" and not torch.cuda.is_available():
+def load_alone(engine: EngineConfig, facts: ModelFacts, checkpoint: Checkpoint) -> LoadedModel:
+    """Load an open checkpoint on one rank, cache included."""
+    device = resolve_device(engine.device)
+    # Torch has one count for the process: the model that is loaded last decides.
+    torch.set_num_threads(engine.threads or default_threads())
+    loaded = load_part(facts, checkpoint, Mesh(facts.spec), device)
+    loaded.bind_cache(loaded.fitting_blocks(engine))
+    return loaded
+
+
+def load_part(
+    facts: ModelFacts, checkpoint: Checkpoint, mesh: Mesh, device: torch.device
+) -> LoadedModel:
+    """Load what the rank of ``mesh`` holds; the cache is bound later, when all ranks know its size.
+
+    Every rank of the mesh must call it. Raises CheckpointError for a file that does not fit.
+    """
+    dtype = DTYPES[facts.dtype]
+    backend = TorchAttention(BLOCK_SIZE, device, dtype)
+    loader = ModelLoader(
+        checkpoint,
+        LoadTarget(
+            device=device, dtype=dtype, packed=facts.packed, max_position=facts.max_model_len
+        ),
+    )
+    with torch.inference_mode():
+        stack = tuple(family_of(checkpoint.config).stack(facts.config))
+        model = Decoder(facts.config, stack, loader, backend, mesh)
+        loader.finish()
+    runner = Runner(model, backend, BLOCK_SIZE, device, mesh, facts.cp_layout)
+    return LoadedModel(facts, runner, device, dtype, model.num_bytes)
+
+
+def resolve_device(name: str, ordinal: int = 0, ranks: int = 1) -> torch.device:
+    """The torch device of one of ``ranks`` local ranks; raises UsageError where too few exist."""
+    if name != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
         raise UsageError(
             "device 'cuda' is not here: this machine or this build of torch has 0 CUDA devices; "
             "expected cpu"
         )
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
-
-
-def resolve_dtype(engine: EngineConfig, checkpoint: Checkpoint) -> tuple[torch.dtype, bool]:
-    """The run's dtype, and whether quantised weights stay quantised for decode.
-
-    ``auto`` keeps the checkpoint's dtype; quantised files run in bfloat16; FP16 files run in FP32
-    on the CPU, which is exact where most CPUs have no FP16 arithmetic.
-    """
-    encodings = Counter(
-        info.encoding for info in checkpoint.infos().values() if len(info.shape) > 1
-    )
-    common = encodings.most_common(1)[0][0] if encodings else None
-    quantised = common is not None and common not in PLAIN_ENCODINGS
-    on_cpu = engine.device == "cpu"
-    if engine.dtype != "auto":
-        return DTYPES[engine.dtype], False
-    if quantised:
-        return torch.bfloat16, on_cpu
-    if common is None:
-        named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
-        common = {"float16": "F16", "bfloat16": "BF16"}.get(named, "F32")
-    if common == "F16":
-        return (torch.float32 if on_cpu else torch.float16), False
-    return (torch.bfloat16 if common == "BF16" else torch.float32), False
-
-
-def resolve_context(engine: EngineConfig, config: DecoderConfig) -> int:
-    """Tokens a sequence may have. Raises UsageError for more than the model was made for."""
-    limit = config.max_position
-    if config.rope.kind == "dynamic":
-        limit = int(limit * config.rope.factor)
-    wanted = engine.max_model_len
-    if wanted is not None and wanted > limit:
+    found = torch.cuda.device_count()
+    if found < ranks:
         raise UsageError(
-            f"max_model_len {wanted} is beyond the model's context; expected <= {limit}"
+            f"device 'cuda' has {found} CUDA device{'s' if found > 1 else ''} here, one for each "
+            f"rank is needed; expected a tp of at most {found}, or cpu"
         )
-    return wanted or limit
-
-
-def _load(engine: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
-    family = family_of(checkpoint.config)
-    config = family.parse(checkpoint.config)
-    max_model_len = resolve_context(engine, config)
-    dtype, packed = resolve_dtype(engine, checkpoint)
-    tokenizer = load_tokenizer(checkpoint)
-    backend = TorchAttention(kv.BLOCK_SIZE, device, dtype)
-    loader = ModelLoader(
-        checkpoint,
-        LoadTarget(device=device, dtype=dtype, packed=packed, max_position=max_model_len),
-    )
-    with torch.inference_mode():
-        stack = tuple(family.stack(config))
-        model = Decoder(config, stack, loader, backend, Topology())
-        loader.finish()
-        blocks = kv.num_blocks(engine, config, max_model_len, device, dtype)
-        model.bind_cache(kv.allocate(config, blocks, device, dtype))
-    return LoadedModel(
-        config=config,
-        tokenizer=tokenizer,
-        runner=Runner(model, backend, kv.BLOCK_SIZE, device),
-        max_model_len=max_model_len,
-        valid_vocab=min(tokenizer.vocab_size, config.vocab_size),
-        num_blocks=blocks,
-        device=device,
-        dtype=dtype,
-        packed=packed,
-        weight_bytes=model.num_bytes,
-        cache_bytes=blocks * kv.BLOCK_SIZE * kv.slot_bytes(config, dtype),
-    )
+    return torch.device(name, ordinal)

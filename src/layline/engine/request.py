@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
 
-from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.text.detokenize import IncrementalDecoder
 from layline.text.stop import StopMatcher
@@ -35,13 +34,13 @@ class Request:
     """A prompt, how to continue it, and what has come of it.
 
     ``num_computed`` counts tokens whose keys and values are in the cache; ``most_tokens`` is the
-    largest number of tokens the request may generate in its context.
+    largest number of tokens the request may generate in its context, ``attn_dp`` the attention DP
+    rank it runs on.
     """
 
     request_id: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    row: RowState
     decoder: IncrementalDecoder
     stops: StopMatcher
     end_ids: frozenset[int]
@@ -51,6 +50,7 @@ class Request:
     events: deque[TokenEvent] = field(default_factory=deque)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    attn_dp: int = 0
     text: str = ""
     finish_reason: FinishReason | None = None
     arrived: float = field(default_factory=perf_counter)
@@ -73,7 +73,6 @@ class Request:
         if not self.output_ids:
             self.first_token = self.last_token
         self.output_ids.append(token_id)
-        self.row.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if token_id in self.end_ids:

@@ -2,81 +2,128 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from layline.engine.scheduler import StepPlan
+from layline.boundary.layout import BatchVariant
+from layline.boundary.mesh import Mesh
+from layline.boundary.rows import kind_of, rank_rows
+from layline.engine.rank_part import RankPart, part_of
+from layline.engine.step import MeshStep
 from layline.layers.attention import AttentionBackend, slot_numbers
-from layline.layers.forward_batch import ForwardBatch
+from layline.layers.forward_batch import ContextRows, ForwardBatch
+from layline.layers.parallel import compute_group
+from layline.layers.spans import SequenceSpan
 from layline.models.decoder import Decoder
+from layline.topology import GroupName
 
 
 class Runner:
-    """Executes step plans on one device."""
+    """Executes this rank's part of mesh steps on one device.
+
+    Every rank of the mesh is given every step, in the same order.
+    """
 
     def __init__(
-        self, model: Decoder, backend: AttentionBackend, block_size: int, device: torch.device
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        block_size: int,
+        device: torch.device,
+        mesh: Mesh | None = None,
+        cp_layout: str = "contiguous",
     ) -> None:
         self.model = model
         self._backend = backend
         self._block_size = block_size
         self._device = device
         self._windows = frozenset(model.config.windows)
+        self._mesh = mesh or Mesh()
+        self._cp_layout = cp_layout
+        self._cp_group = compute_group(self._mesh, GroupName.ATTN_CP)
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
-        """Logits [sampling rows, vocabulary] in the order of the plan's sampling entries.
+    def run(self, step: MeshStep) -> torch.Tensor:
+        """Logits [sampling rows, vocabulary] of this DP rank, in row order.
 
-        A step in which no prompt is complete gives no rows.
+        A step in which no prompt of it is complete gives no rows.
         """
-        return self.score(self.hidden_states(plan), plan)
+        return self.score(self.hidden_states(step), step)
 
-    def hidden_states(self, plan: StepPlan) -> torch.Tensor:
-        """Normalised hidden states of every row, [tokens, hidden]; the cache is written."""
-        ids = torch.tensor(plan.token_ids, dtype=torch.int64, device=self._device)
-        return self.model.forward(ids, self._batch(plan))
+    def hidden_states(self, step: MeshStep) -> torch.Tensor:
+        """Normalised hidden states of this rank's rows, [tokens, hidden]; the cache is written."""
+        part = self._part(step)
+        ids = torch.tensor(part.token_ids, dtype=torch.int64, device=self._device)
+        return self.model.forward(ids, self._batch(step, part))
 
-    def score(self, hidden: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """Logits of those rows of ``hidden`` that the plan samples from."""
-        rows = sampling_rows(plan)
+    def score(self, hidden: torch.Tensor, step: MeshStep) -> torch.Tensor:
+        """Logits of those rows of ``hidden`` that the step samples from, on this DP rank.
+
+        In a context-parallel batch a row is on one of the CP ranks; all of them get its logits.
+        """
+        part = self._part(step)
+        if step.rows.variant is BatchVariant.CONTEXT_PARALLEL and self._cp_group is not None:
+            return self.model.logits(self._joined_rows(hidden, part))
+        rows = [row for row in part.sampling_rows if row is not None]
         if len(rows) != hidden.shape[0]:
             index = torch.tensor(rows, dtype=torch.int64, device=self._device)
             hidden = hidden.index_select(0, index)
         return self.model.logits(hidden)
 
-    def _batch(self, plan: StepPlan) -> ForwardBatch:
-        spans = [entry.span for entry in plan.entries]
-        positions = np.concatenate([np.arange(span.start, span.length) for span in spans])
-        slots = np.concatenate(
-            [slot_numbers(span, span.start, span.length, self._block_size) for span in spans]
-        )
+    def _joined_rows(self, hidden: torch.Tensor, part: RankPart) -> torch.Tensor:
+        assert self._cp_group is not None
+        if not part.sampling_rows:
+            return hidden[:0]
+        own = [(at, row) for at, row in enumerate(part.sampling_rows) if row is not None]
+        rows = hidden.new_zeros((len(part.sampling_rows), hidden.shape[1]))
+        for at, row in own:
+            rows[at] = hidden[row]
+        joined: torch.Tensor = self._cp_group.all_reduce(rows)
+        return joined
+
+    def _part(self, step: MeshStep) -> RankPart:
+        return part_of(step, self._mesh.topology, self._cp_layout)
+
+    def _batch(self, step: MeshStep, part: RankPart) -> ForwardBatch:
+        spans = part.spans
+        positions = _joined([np.arange(span.start, span.length) for span in spans])
         lengths = None
         if self.model.rope_is_dynamic:
             counts = [span.count for span in spans]
             lengths = torch.from_numpy(np.repeat([span.rope_length for span in spans], counts))
             lengths = lengths.to(self._device)
         cos, sin = self.model.rotations(
-            plan.phase, torch.from_numpy(positions).to(self._device), lengths
+            part.phase, torch.from_numpy(positions).to(self._device), lengths
         )
+        topology = self._mesh.topology
+        single = topology.is_single
         return ForwardBatch(
-            phase=plan.phase,
+            phase=part.phase,
             rope_cos=cos,
             rope_sin=sin,
-            slots=self._slots(slots),
-            attention=self._backend.plan(plan.phase, spans, self._windows),
+            slots=self._slots(part.cached_spans),
+            attention=self._backend.plan(part.phase, spans, self._windows),
+            kind=kind_of(step.rows, topology),
+            rows=None if single else rank_rows(step.rows, topology, prefill=step.prefills),
+            ffn_phase=None if single else step.ffn_phase,
+            context_parallel=self._context(part),
         )
 
-    def _slots(self, slots: np.ndarray) -> torch.Tensor | slice:
+    def _context(self, part: RankPart) -> ContextRows | None:
+        if part.join_order is None:
+            return None
+        order = torch.tensor(part.join_order, dtype=torch.int64, device=self._device)
+        return ContextRows(part.join_width, order)
+
+    def _slots(self, spans: Sequence[SequenceSpan]) -> torch.Tensor | slice:
+        numbers = [slot_numbers(span, span.start, span.length, self._block_size) for span in spans]
+        slots = _joined(numbers)
         # A plain copy is a fraction of an indexed one; one sequence's rows are mostly consecutive.
-        if (np.diff(slots) == 1).all():
+        if len(slots) and (np.diff(slots) == 1).all():
             return slice(int(slots[0]), int(slots[0]) + len(slots))
         return torch.from_numpy(slots).to(self._device)
 
 
-def sampling_rows(plan: StepPlan) -> list[int]:
-    """The last row of every entry that samples in this step."""
-    rows, row = [], -1
-    for entry in plan.entries:
-        row += entry.span.count
-        if entry.samples:
-            rows.append(row)
-    return rows
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

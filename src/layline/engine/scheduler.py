@@ -14,6 +14,9 @@ from layline.engine.blocks import BlockPool
 from layline.engine.request import Request
 from layline.layers.spans import Phase, SequenceSpan
 
+BLOCK_SIZE = 16
+"""Tokens in a block of the key-value cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
@@ -50,6 +53,12 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         return len(self._waiting) + len(self._running)
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens that the waiting and running requests may take at their longest."""
+        unfinished = (*self._waiting, *self._running)
+        return sum(request.most_length for request in unfinished)
 
     def blocks_for(self, length: int) -> int:
         """Blocks that a sequence of ``length`` tokens takes."""

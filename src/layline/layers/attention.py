@@ -101,7 +101,9 @@ class TorchAttention:
     def plan(
         self, phase: Phase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
     ) -> TorchAttentionPlan:
-        """Prepare one step; decode spans have one token each."""
+        """Prepare one step; decode spans have one token each. A rank may have none."""
+        if not spans:
+            return TorchAttentionPlan(0, {}, {})
         if phase is Phase.DECODE:
             decode = {window: self._decode_reach(spans, window) for window in windows}
             return TorchAttentionPlan(len(spans), decode, {})

@@ -11,7 +11,10 @@ from functools import partial
 import torch
 
 from layline.boundary.factories import make_stages
+from layline.boundary.layout import BatchVariant
+from layline.boundary.mesh import Mesh
 from layline.boundary.residual import batch as residual_batch
+from layline.comm.groups import Group
 from layline.kernels.rope import rotate_heads_
 from layline.kernels.silu_mul import silu_mul
 from layline.layers.attention import AttentionBackend
@@ -19,51 +22,91 @@ from layline.layers.embedding import Embedding
 from layline.layers.forward_batch import ForwardBatch
 from layline.layers.linear import Linear
 from layline.layers.norm import RMSNorm
+from layline.layers.parallel import (
+    ParallelHead,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    compute_group,
+    gather_context,
+    gather_shards,
+    scatter_shards,
+    sliced_rows,
+)
 from layline.layers.rope import RotaryTable
 from layline.layers.spans import Phase
 from layline.models.config import DecoderConfig
 from layline.models.loader import ModelLoader
+from layline.models.parallel import Shards
 from layline.models.stack import LayerStages
-from layline.topology import Topology
+from layline.topology import GroupName
+from layline.weights.checkpoint import Region
 
 
 class SelfAttention:
-    """Merged projections, rotary positions, cache write, attention, output projection."""
+    """Merged projections, rotary positions, cache write, attention, output projection.
+
+    On a mesh these are this rank's heads. The output projection never sums over ranks: its output
+    is left partial, except on a slice of the tokens, which compute gathers and scatters itself.
+    """
 
     def __init__(
-        self, config: DecoderConfig, layer_id: int, loader: ModelLoader, backend: AttentionBackend
+        self,
+        shards: Shards,
+        layer_id: int,
+        loader: ModelLoader,
+        backend: AttentionBackend,
+        mesh: Mesh,
     ) -> None:
+        config = shards.config
         prefix = f"model.layers.{layer_id}.self_attn"
-        sizes = (config.q_size, config.kv_size, config.kv_size)
-        names = tuple(f"{prefix}.{part}_proj" for part in "qkv")
-        self.qkv_proj = loader.linear(names, sizes, config.hidden_size, bias=config.qkv_bias)
-        self.o_proj = loader.linear(
-            (f"{prefix}.o_proj",), (config.hidden_size,), config.q_size, bias=config.output_bias
+        hidden, queries = config.hidden_size, (config.q_size, config.hidden_size)
+        keys = Region((config.kv_size, hidden), rows=shards.kv_span)
+        self.qkv_proj = loader.linear(
+            {
+                f"{prefix}.q_proj": Region(queries, rows=shards.q_span),
+                f"{prefix}.k_proj": keys,
+                f"{prefix}.v_proj": keys,
+            },
+            bias=config.qkv_bias,
+        )
+        self.o_proj = loader.row_parallel(
+            f"{prefix}.o_proj",
+            Region((hidden, config.q_size), columns=shards.q_span),
+            bias=config.output_bias,
+            group=compute_group(mesh, GroupName.ATTN_TP),
+            reduce_results=False,
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
             self.q_norm = loader.norm(f"{prefix}.q_norm", config.head_dim, config.norm_eps)
             self.k_norm = loader.norm(f"{prefix}.k_norm", config.head_dim, config.norm_eps)
-        self._q_size = config.q_size
-        self._rotated = config.num_heads + config.num_kv_heads
-        self._num_heads = config.num_heads
-        self._num_kv_heads = config.num_kv_heads
+        self._num_heads = shards.num_heads
+        self._num_kv_heads = shards.num_kv_heads
+        self._rotated = self._num_heads + self._num_kv_heads
         self._head_dim = config.head_dim
         self._window = config.windows[layer_id]
         self._backend = backend
+        self._tp_group = compute_group(mesh, GroupName.TP)
+        self._cp_group = compute_group(mesh, GroupName.ATTN_CP)
         self.cache: torch.Tensor | None = None
 
     def __call__(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """[tokens, hidden] to a partial output of the same shape."""
         assert self.cache is not None, "the runner binds a cache before the first step"
+        group = self._tp_group
+        sliced = None if group is None else sliced_rows(forward_batch)
+        if group is not None and sliced is not None:
+            hidden_states = gather_shards(hidden_states, sliced, group)
         qkv = self.qkv_proj(hidden_states, forward_batch.phase)
         heads_TND = qkv.view(qkv.shape[0], -1, self._head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             self._normalise_heads(heads_TND, self.q_norm, self.k_norm)
         rotate_heads_(heads_TND[:, : self._rotated], forward_batch.rope_cos, forward_batch.rope_sin)
         kv_T2KD = heads_TND[:, self._num_heads :].view(-1, 2, self._num_kv_heads, self._head_dim)
-        if isinstance(forward_batch.slots, slice):
+        if forward_batch.context_parallel is not None:
+            self.join_context(kv_T2KD, forward_batch)
+        elif isinstance(forward_batch.slots, slice):
             self.cache[forward_batch.slots].copy_(kv_T2KD)
         else:
             self.cache.index_copy_(0, forward_batch.slots, kv_T2KD.to(self.cache.dtype))
@@ -74,7 +117,26 @@ class SelfAttention:
             forward_batch.attention,
             self._window,
         )
-        return self.o_proj(attended, forward_batch.phase)
+        output = self.o_proj(attended, forward_batch.phase)
+        if group is None or sliced is None:
+            return output
+        return scatter_shards(output, sliced, group)
+
+    def join_context(self, kv_T2KD: torch.Tensor | None, forward_batch: ForwardBatch) -> None:
+        """Write the keys and values of every context-parallel rank to this rank's cache.
+
+        Every rank of the CP group calls it once a layer; None stands for no rows.
+        """
+        context = forward_batch.context_parallel
+        assert context is not None
+        assert self.cache is not None
+        assert self._cp_group is not None
+        own = self.cache[:0] if kv_T2KD is None else kv_T2KD.to(self.cache.dtype)
+        joined = gather_context(own, context, self._cp_group)
+        if isinstance(forward_batch.slots, slice):
+            self.cache[forward_batch.slots].copy_(joined)
+        else:
+            self.cache.index_copy_(0, forward_batch.slots, joined)
 
     def _normalise_heads(self, heads_TND: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> None:
         queries = heads_TND[:, : self._num_heads]
@@ -84,25 +146,49 @@ class SelfAttention:
 
 
 class GatedMLP:
-    """SwiGLU feed-forward: merged gate and up, then down."""
+    """SwiGLU feed-forward: merged gate and up, then down.
 
-    def __init__(self, config: DecoderConfig, layer_id: int, loader: ModelLoader) -> None:
+    On a mesh with ``dense_tp`` 1 a rank has the whole FFN and computes on its own rows; otherwise
+    it has a part of the intermediate features, and the down projection sums over all ranks unless
+    the open exit scope leaves that to the boundary.
+    """
+
+    def __init__(self, shards: Shards, layer_id: int, loader: ModelLoader, mesh: Mesh) -> None:
+        config = shards.config
         prefix = f"model.layers.{layer_id}.mlp"
-        size = config.intermediate_size
+        hidden, size = config.hidden_size, config.intermediate_size
+        up = Region((size, hidden), rows=shards.intermediate)
         self.gate_up_proj = loader.linear(
-            (f"{prefix}.gate_proj", f"{prefix}.up_proj"),
-            (size, size),
-            config.hidden_size,
-            bias=config.mlp_bias,
+            {f"{prefix}.gate_proj": up, f"{prefix}.up_proj": up}, bias=config.mlp_bias
         )
-        self.down_proj = loader.linear(
-            (f"{prefix}.down_proj",), (config.hidden_size,), size, bias=config.mlp_bias
+        self._group = None
+        if mesh.topology.dense_tp != 1:
+            self._group = compute_group(mesh, GroupName.TP)
+        self.down_proj = loader.row_parallel(
+            f"{prefix}.down_proj",
+            Region((hidden, size), columns=shards.intermediate),
+            bias=config.mlp_bias,
+            group=self._group,
         )
 
     def __call__(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """[tokens, hidden] to the same shape."""
+        if self._group is not None:
+            return self._on_mesh(hidden_states, forward_batch, self._group)
         phase = forward_batch.phase
         return self.down_proj(silu_mul(self.gate_up_proj(hidden_states, phase)), phase)
+
+    def _on_mesh(
+        self, hidden_states: torch.Tensor, forward_batch: ForwardBatch, group: Group
+    ) -> torch.Tensor:
+        assert isinstance(self.down_proj, RowParallelLinear)
+        phase = forward_batch.ffn_phase or forward_batch.phase
+        sliced = sliced_rows(forward_batch)
+        if sliced is None:
+            return self.down_proj(silu_mul(self.gate_up_proj(hidden_states, phase)), phase)
+        gathered = gather_shards(hidden_states, sliced, group)
+        part = self.down_proj.partial(silu_mul(self.gate_up_proj(gathered, phase)), phase)
+        return scatter_shards(part, sliced, group)
 
 
 class DecoderLayer:
@@ -110,16 +196,17 @@ class DecoderLayer:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        shards: Shards,
         layer_id: int,
         stages: LayerStages,
         loader: ModelLoader,
         backend: AttentionBackend,
-        topology: Topology,
+        mesh: Mesh,
     ) -> None:
+        config = shards.config
         prefix = f"model.layers.{layer_id}"
-        self.self_attn = SelfAttention(config, layer_id, loader, backend)
-        self.mlp = GatedMLP(config, layer_id, loader)
+        self.self_attn = SelfAttention(shards, layer_id, loader, backend, mesh)
+        self.mlp = GatedMLP(shards, layer_id, loader, mesh)
         self.input_layernorm = loader.norm(
             f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps
         )
@@ -131,7 +218,7 @@ class DecoderLayer:
             (stages.ffn, self.post_attention_layernorm),
             previous=stages.previous,
             terminal=stages.terminal,
-            topology=topology,
+            mesh=mesh,
         )
 
     def __call__(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
@@ -139,6 +226,8 @@ class DecoderLayer:
         hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
         if hidden_states.shape[0] != 0:
             hidden_states = self.self_attn(hidden_states, forward_batch)
+        elif forward_batch.context_parallel is not None:
+            self.self_attn.join_context(None, forward_batch)
         hidden_states = self.attn_boundary.finish(hidden_states, forward_batch)
 
         hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
@@ -148,7 +237,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Embedding, layers, final norm and head of one model on one device."""
+    """Embedding, layers, final norm and head of one model: this rank's part, on one device.
+
+    Raises UsageError when the model cannot be divided over the mesh.
+    """
 
     def __init__(
         self,
@@ -156,39 +248,46 @@ class Decoder:
         stack: Sequence[LayerStages],
         loader: ModelLoader,
         backend: AttentionBackend,
-        topology: Topology,
+        mesh: Mesh,
     ) -> None:
         self.config = config
-        self.embed_tokens: Embedding = loader.embedding(
-            "model.embed_tokens", config.vocab_size, config.hidden_size
-        )
+        self.shards = shards = Shards(config, mesh.topology)
+        vocabulary = Region((config.vocab_size, config.hidden_size), rows=shards.vocabulary)
+        group = compute_group(mesh, GroupName.ATTN_TP)
+        embedding = loader.embedding("model.embed_tokens", vocabulary, shards.vocab_rows)
+        self.embed_tokens: Embedding | VocabParallelEmbedding = embedding
+        if group is not None:
+            self.embed_tokens = VocabParallelEmbedding(embedding, shards.vocabulary, group)
         self.norm = loader.norm("model.norm", config.hidden_size, config.norm_eps)
 
         def head() -> Linear:
-            shape = (config.vocab_size, config.hidden_size)
-            return loader.head("lm_head", self.embed_tokens, shape, config.tied_head)
+            tied = config.tied_head
+            return loader.head("lm_head", embedding, vocabulary, shards.vocab_rows, tied)
 
         def layer(layer_id: int) -> DecoderLayer:
-            return DecoderLayer(config, layer_id, stack[layer_id], loader, backend, topology)
+            return DecoderLayer(shards, layer_id, stack[layer_id], loader, backend, mesh)
 
         # The head is the longest job, so it starts first.
         ids = range(config.num_layers)
-        self.lm_head, self.layers = loader.head_and_layers(head, [partial(layer, i) for i in ids])
+        linear, self.layers = loader.head_and_layers(head, [partial(layer, i) for i in ids])
+        self.lm_head: Linear | ParallelHead = linear
+        if group is not None:
+            self.lm_head = ParallelHead(linear, config.vocab_size, group)
         self._rotary: RotaryTable = loader.rotary(config.rope, config.head_dim)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the matrices: the table, and every copy each linear layer holds."""
-        linears = [self.lm_head]
-        for layer in self.layers:
-            linears += [layer.self_attn.qkv_proj, layer.self_attn.o_proj]
-            linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
         table = self.embed_tokens.table
-        shared = self.lm_head.weight is table
-        return sum(linear.num_bytes for linear in linears) + (0 if shared else table.nbytes)
+        total = self.lm_head.num_bytes + (0 if self.lm_head.weight is table else table.nbytes)
+        for layer in self.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            total += attention.qkv_proj.num_bytes + attention.o_proj.num_bytes
+            total += mlp.gate_up_proj.num_bytes + mlp.down_proj.num_bytes
+        return total
 
     def bind_cache(self, layer_caches: Sequence[torch.Tensor]) -> None:
-        """Give each layer its cache, [slots, 2, kv heads, head dim]."""
+        """Give each layer its cache, [slots, 2, this rank's kv heads, head dim]."""
         for layer, cache in zip(self.layers, layer_caches, strict=True):
             layer.self_attn.cache = cache
 
@@ -207,14 +306,22 @@ class Decoder:
 
     def forward(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """Normalised hidden states [tokens, hidden] for ``input_ids`` [tokens] (int64)."""
-        residual_batch.start(forward_batch)
-        hidden_states = self.embed_tokens(input_ids)
+        hidden_states = self._enter(input_ids, forward_batch)
         for layer in self.layers:
             hidden_states = layer(hidden_states, forward_batch)
         normed: torch.Tensor = residual_batch.norm(
             hidden_states, forward_batch, self.norm, skip_empty=True
         )
         return normed
+
+    def _enter(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        scattered = forward_batch.variant is BatchVariant.INPUT_SCATTERED
+        if scattered and isinstance(self.embed_tokens, VocabParallelEmbedding):
+            # The first boundary sums onto slices, so the embedding leaves its sum.
+            residual_batch.start(forward_batch, partial=True)
+            return self.embed_tokens.partial(input_ids)
+        residual_batch.start(forward_batch)
+        return self.embed_tokens(input_ids)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Scores [rows, vocabulary], FP32 or the run's dtype; always by the decode kernel."""

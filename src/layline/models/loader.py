@@ -1,7 +1,7 @@
 """Build layers straight from a checkpoint, one tensor at a time.
 
-Every tensor that a layer asks for is checked (present, shape) before it is read, and once the model
-is built, every tensor of the file must have been asked for.
+Every tensor that a layer asks for is checked (present, whole shape) before its part is read, and
+once the model is built, every tensor of the file must have been asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from layline.comm.groups import Group
 from layline.errors import TensorError
 from layline.kernels.packed_matmul import (
     GROUP,
@@ -26,10 +27,11 @@ from layline.layers.arena import WeightArena
 from layline.layers.embedding import Embedding
 from layline.layers.linear import Linear, PackedWeight
 from layline.layers.norm import RMSNorm
+from layline.layers.parallel import RowParallelLinear
 from layline.layers.rope import RotaryTable
 from layline.layers.rope_config import RopeConfig
-from layline.weights.checkpoint import Checkpoint
-from layline.weights.quantized import FOUR_BIT, QuantizedTensor
+from layline.weights.checkpoint import Checkpoint, Region
+from layline.weights.quantized import FOUR_BIT, QuantizedTensor, on_blocks, supported_encodings
 
 ROPE_FACTORS = "rope_freqs.weight"
 Layer = TypeVar("Layer")
@@ -66,42 +68,58 @@ class ModelLoader:
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """An RMS norm over ``size`` features."""
-        return RMSNorm(self._plain(f"{name}.weight", (size,)), eps)
+        return RMSNorm(self._plain(f"{name}.weight", Region((size,))), eps)
 
     def linear(
-        self, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool
+        self,
+        parts: Mapping[str, Region],
+        *,
+        bias: bool,
+        adds_bias: bool = True,
+        keeps_accumulator: bool = False,
     ) -> Linear:
-        """One linear layer holding the named projections as consecutive rows."""
-        weight = self._arena.empty((sum(sizes), in_features), self._target.dtype)
-        parts = list(zip(names, torch.split(weight, list(sizes)), strict=True))
-        packed = self._packed({f"{name}.weight": rows for name, rows in parts})
+        """One linear layer holding a region of each named projection as consecutive rows.
+
+        The regions have equally many columns. With ``bias`` the file has one for each projection;
+        ``adds_bias`` says whether this rank's layer adds it.
+        """
+        sizes = [region.size for region in parts.values()]
+        rows = [size[0] for size in sizes]
+        weight = self._arena.empty((sum(rows), sizes[0][1]), self._target.dtype)
+        outs = torch.split(weight, rows)
+        regions = {f"{name}.weight": region for name, region in parts.items()}
+        packed = self._packed(regions, outs)
         if packed is None:
-            for name, rows in parts:
-                self._read_into(f"{name}.weight", rows)
-        merged_bias = None
-        if bias:
-            pairs = zip(names, sizes, strict=True)
-            merged_bias = torch.cat([self._plain(f"{name}.bias", (size,)) for name, size in pairs])
-        return Linear(weight, merged_bias, packed)
+            for (name, region), out in zip(regions.items(), outs, strict=True):
+                self._read_into(name, out, region)
+        merged_bias = self._bias(parts, adds_bias) if bias else None
+        return Linear(weight, merged_bias, packed, keeps_accumulator=keeps_accumulator)
 
-    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """The token table; a quantised one stays as it is in the file when packing."""
-        full_name = f"{name}.weight"
-        self._check(full_name, (vocab_size, hidden_size))
-        if self._target.packed:
-            table = self._checkpoint.read(full_name)
-            if isinstance(table, QuantizedTensor):
-                self._used.add(full_name)
-                return Embedding(table, self._target.residual_dtype)
-        table = self._plain(full_name, (vocab_size, hidden_size))
-        return Embedding(table, self._target.residual_dtype)
-
-    def head(
+    def row_parallel(
         self,
         name: str,
-        embedding: Embedding,
-        shape: tuple[int, int],
-        tied: bool | None,
+        region: Region,
+        *,
+        bias: bool,
+        group: Group | None,
+        reduce_results: bool = True,
+    ) -> Linear | RowParallelLinear:
+        """A projection that holds some input columns; a plain linear layer without ``group``.
+
+        Partial sums keep what they were accumulated in and travel in the residual's dtype.
+        """
+        if group is None:
+            return self.linear({name: region}, bias=bias)
+        first = group.rank == 0
+        linear = self.linear({name: region}, bias=bias, adds_bias=first, keeps_accumulator=True)
+        return RowParallelLinear(linear, group, reduce_results, self._target.residual_dtype)
+
+    def embedding(self, name: str, region: Region, num_rows: int) -> Embedding:
+        """The token table's region, padded to ``num_rows``; a quantised one stays as it is."""
+        return Embedding(self._table(f"{name}.weight", region, num_rows), self._residual_dtype)
+
+    def head(
+        self, name: str, embedding: Embedding, region: Region, num_rows: int, tied: bool | None
     ) -> Linear:
         """The output projection: the embedding's table when tied, or when the file has no head.
 
@@ -112,25 +130,20 @@ class ModelLoader:
             tied = full_name not in self._infos and not self._makes_weights
         if tied:
             if full_name in self._infos:
-                self._check(full_name, shape)
+                self._check(full_name, region.shape)
                 self._used.add(full_name)
             return self._head_on(embedding.table)
-        self._check(full_name, shape)
-        if self._target.packed:
-            matrix = self._checkpoint.read(full_name)
-            if isinstance(matrix, QuantizedTensor):
-                self._used.add(full_name)
-                head = self._head_on(matrix)
-                self._checkpoint.release(full_name)
-                return head
-        return Linear(self._plain(full_name, shape))
+        head = self._head_on(self._table(full_name, region, num_rows))
+        if head.packed is not None:
+            self._checkpoint.release(full_name)
+        return head
 
     def rotary(self, rope: RopeConfig, head_dim: int) -> RotaryTable:
         """Rotary tables for every position of the run's context."""
         factors = None
         if ROPE_FACTORS in self._infos:
             factors = torch.empty(head_dim // 2)
-            self._read_into(ROPE_FACTORS, factors)
+            self._read_into(ROPE_FACTORS, factors, Region((head_dim // 2,)))
         return RotaryTable(
             rope,
             head_dim,
@@ -175,14 +188,43 @@ class ModelLoader:
                 "the configuration has no place for it"
             )
 
-    def _plain(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        out = self._arena.empty(shape, self._target.dtype)
-        self._read_into(name, out)
+    @property
+    def _residual_dtype(self) -> torch.dtype:
+        return self._target.residual_dtype
+
+    def _plain(self, name: str, region: Region, num_rows: int | None = None) -> torch.Tensor:
+        """The region's values in the run's dtype, with zero rows after them up to ``num_rows``."""
+        size = region.size
+        rows = size[0] if num_rows is None else num_rows
+        out = self._arena.empty((rows, *size[1:]), self._target.dtype)
+        self._read_into(name, out[: size[0]], region)
+        out[size[0] :].zero_()
         return out
 
-    def _read_into(self, name: str, out: torch.Tensor) -> None:
-        self._check(name, tuple(out.shape))
-        self._checkpoint.read_into(name, out)
+    def _table(self, name: str, region: Region, num_rows: int) -> torch.Tensor | QuantizedTensor:
+        """Rows of a vocabulary-sized matrix; a quantised one stays as in the file when packing."""
+        self._check(name, region.shape)
+        if self._target.packed:
+            matrix = self._checkpoint.read(name, region)
+            if isinstance(matrix, QuantizedTensor):
+                self._used.add(name)
+                return matrix.padded(num_rows)
+        return self._plain(name, region, num_rows)
+
+    def _bias(self, parts: Mapping[str, Region], adds_bias: bool) -> torch.Tensor | None:
+        regions = {
+            f"{name}.bias": Region(region.shape[:1], region.rows) for name, region in parts.items()
+        }
+        if adds_bias:
+            return torch.cat([self._plain(name, region) for name, region in regions.items()])
+        for name, region in regions.items():
+            self._check(name, region.shape)
+            self._used.add(name)
+        return None
+
+    def _read_into(self, name: str, out: torch.Tensor, region: Region) -> None:
+        self._check(name, region.shape)
+        self._checkpoint.read_into(name, out, region)
         self._used.add(name)
 
     def _check(self, name: str, expected: tuple[int, ...]) -> None:
@@ -200,24 +242,32 @@ class ModelLoader:
                 f"{list(expected)}"
             )
 
-    def _packed(self, rows: Mapping[str, torch.Tensor]) -> PackedWeight | None:
-        """Expand quantised matrices into ``rows`` and pack them, or do nothing and return None."""
-        columns = next(iter(rows.values())).shape[1]
-        if not self._target.packed or columns % GROUP:
+    def _packed(
+        self, parts: Mapping[str, Region], outs: Sequence[torch.Tensor]
+    ) -> PackedWeight | None:
+        """Expand quantised matrices into ``outs`` and pack them, or do nothing and return None."""
+        if not self._target.packed or outs[0].shape[1] % GROUP:
             return None
-        for name, out in rows.items():
-            self._check(name, tuple(out.shape))
-        matrices = {name: self._checkpoint.read(name) for name in rows}
-        quantised = [part for part in matrices.values() if isinstance(part, QuantizedTensor)]
-        if len(quantised) != len(matrices):
+        for name, region in parts.items():
+            self._check(name, region.shape)
+        if not all(self._stays_quantised(name, region) for name, region in parts.items()):
             return None
-        for matrix, out in zip(quantised, rows.values(), strict=True):
+        matrices = [self._checkpoint.read(name, region) for name, region in parts.items()]
+        quantised = [matrix for matrix in matrices if isinstance(matrix, QuantizedTensor)]
+        for matrix, out in zip(quantised, outs, strict=True):
             matrix.dequantize(out.dtype, out=out)
         packed = pack(quantised, self._packed_arena)
-        for name in rows:
+        for name in parts:
             self._checkpoint.release(name)
             self._used.add(name)
         return packed
+
+    def _stays_quantised(self, name: str, region: Region) -> bool:
+        """True when the file holds the region in whole blocks."""
+        encoding = self._infos[name].encoding
+        if encoding not in supported_encodings():
+            return False
+        return on_blocks(encoding, *(region.columns or (0, region.shape[1])))
 
     def _head_on(self, table: torch.Tensor | QuantizedTensor) -> Linear:
         if isinstance(table, QuantizedTensor):

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from layline.errors import CorruptFileError, TensorError, UnsupportedFormatError, nearest
-from layline.weights.checkpoint import TensorInfo, VocabularySource
+from layline.weights.checkpoint import Region, TensorInfo, VocabularySource
 from layline.weights.gguf_file import GGUFFile, GGUFTensor, read_encodings, shorten
 from layline.weights.gguf_names import (
     hugging_face_config,
@@ -63,38 +63,39 @@ class GGUFCheckpoint:
         """Every tensor by its Hugging Face name; names without one keep GGUF's."""
         return self._infos
 
-    def read(self, name: str) -> torch.Tensor | QuantizedTensor:
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor | QuantizedTensor:
         """See ``Checkpoint.read``. q and k of the llama architecture are copies, the rest views."""
-        stored = self._find(name)
-        value = self._view(stored)
-        index = self._row_order(name, stored)
-        if index is None:
-            return value
         import torch
 
-        if isinstance(value, torch.Tensor):
-            return value.index_select(0, index)
-        if len(stored.shape) > 1:
-            return value.rows(index)
-        return value.dequantize(torch.float32)[0].index_select(0, index)
+        from layline.weights.quantized import QuantizedTensor
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+        stored = self._find(name)
+        region = region or Region(stored.shape)
+        value = self._part(name, stored, region)
+        if not isinstance(value, QuantizedTensor) or region.columns is None:
+            return value
+        if value.shape == region.size:
+            return value
+        return value.expand_columns(region.columns[0], torch.empty(region.size))
+
+    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
         """See ``Checkpoint.read_into``. The mapped pages are given back as they are used up."""
         from layline.weights.pages import copy_mapped, release_pages
         from layline.weights.quantized import QuantizedTensor
 
         stored = self._find(name)
-        if tuple(out.shape) != stored.shape:
-            raise TensorError(
-                f"{self.path}: tensor {name} has shape {stored.shape}, expected {tuple(out.shape)}"
-            )
-        value = self.read(name)
+        region = region or Region(tuple(out.shape))
+        value = self._part(name, stored, region)
+        assert tuple(out.shape) == region.size
         mapped = self._raw(stored)
         if isinstance(value, QuantizedTensor):
             matrix = out.unsqueeze(0) if out.dim() == 1 else out.flatten(0, -2)
             if out.dim() > 2 and matrix.data_ptr() != out.data_ptr():
                 raise TensorError(f"{self.path}: tensor {name} cannot be filled with these strides")
-            value.dequantize(out.dtype, out=matrix)
+            if region.columns is None:
+                value.dequantize(out.dtype, out=matrix)
+            else:
+                value.expand_columns(region.columns[0], matrix)
         elif value.untyped_storage().data_ptr() == mapped.untyped_storage().data_ptr():
             copy_mapped(value, out)
         else:
@@ -143,6 +144,31 @@ class GGUFCheckpoint:
                 f"{self.path}: no tensor {shorten(name)}{nearest(name, self._stored)}"
             )
         return stored
+
+    def _part(
+        self, name: str, stored: GGUFTensor, region: Region
+    ) -> torch.Tensor | QuantizedTensor:
+        """The region's rows and columns, of a quantised matrix the blocks that hold the columns."""
+        import torch
+
+        if region.shape != stored.shape:
+            raise TensorError(
+                f"{self.path}: tensor {name} has shape {stored.shape}, expected {region.shape}"
+            )
+        value = self._view(stored)
+        index = self._row_order(name, stored)
+        if index is None and isinstance(value, torch.Tensor):
+            return region.of(value)
+        whole = index is None and region.rows is None
+        rows = region.row_slice if index is None else index[region.row_slice]
+        if isinstance(value, torch.Tensor):
+            return Region(region.shape, columns=region.columns).of(value)[rows]
+        if len(stored.shape) == 1 and not whole:
+            # The values of a quantised vector are the columns of its one row.
+            return value.dequantize(torch.float32)[0, rows]
+        if region.columns is not None:
+            value = value.covering(*region.columns)
+        return value if whole else value.rows(rows)
 
     def _raw(self, stored: GGUFTensor) -> torch.Tensor:
         """The tensor's bytes, uint8 [bytes], as a view of the mapped file."""

@@ -21,7 +21,7 @@ def copy_mapped(source: torch.Tensor, out: torch.Tensor) -> None:
     if source.dim() == 0:
         out.copy_(source)
         return
-    row_bytes = max(1, source[:1].numel() * source.element_size())
+    row_bytes = max(1, source.stride(0) * source.element_size())
     step = max(1, _PIECE_BYTES // row_bytes)
     for start in range(0, source.shape[0], step):
         piece = source[start : start + step]
@@ -33,7 +33,8 @@ def release_pages(view: torch.Tensor) -> None:
     """Tell the kernel that the whole pages under a mapped tensor are not needed in memory now.
 
     The data stays valid: it is read from the file again when touched. Only for tensors that view
-    a mapped file; on other memory the contents would be lost. Does nothing outside Linux.
+    a mapped file; on other memory the contents would be lost. Of a part of a matrix, what lies
+    between its first and last value is meant. Does nothing outside Linux.
     """
     if sys.platform == "linux":
         _advise(view, mmap.MADV_DONTNEED)
@@ -46,11 +47,12 @@ def ask_huge_pages(memory: torch.Tensor) -> None:
 
 
 def _advise(view: torch.Tensor, advice: int) -> None:
-    if view.device.type != "cpu" or not view.is_contiguous():
+    if view.device.type != "cpu" or not view.numel():
         return
     page = mmap.PAGESIZE
+    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
     first = -(-view.data_ptr() // page) * page
-    last = (view.data_ptr() + view.numel() * view.element_size()) // page * page
+    last = (view.data_ptr() + (reach + 1) * view.element_size()) // page * page
     if last > first:
         libc = ctypes.CDLL(None)
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)

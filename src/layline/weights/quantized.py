@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+import torch.nn.functional as F
 
 from layline.errors import TensorError, UnsupportedFormatError
 
@@ -80,6 +81,37 @@ class QuantizedTensor:
         else:
             chosen = self.blocks.index_select(0, index.to(self.blocks.device))
         return QuantizedTensor(self.encoding, chosen, (chosen.shape[0], self.shape[1]))
+
+    def padded(self, num_rows: int) -> QuantizedTensor:
+        """The same rows with zero rows after them, a copy unless there are as many already."""
+        missing = num_rows - self.shape[0]
+        if missing == 0:
+            return self
+        blocks = F.pad(self.blocks, (0, 0, 0, missing))
+        return QuantizedTensor(self.encoding, blocks, (num_rows, self.shape[1]))
+
+    def covering(self, first: int, stop: int) -> QuantizedTensor:
+        """The blocks that hold columns ``first`` .. ``stop - 1``, a view; see ``on_blocks``."""
+        layout = block_layout(self.encoding)
+        begin, end = first // layout.values, -(-stop // layout.values)
+        chosen = self.blocks[:, begin * layout.bytes : end * layout.bytes]
+        shape = (self.shape[0], (end - begin) * layout.values)
+        return QuantizedTensor(self.encoding, chosen, shape)
+
+    def expand_columns(self, first: int, out: torch.Tensor) -> torch.Tensor:
+        """Fill ``out`` [rows, n] with columns of the matrix that ``covering`` was given.
+
+        They are ``first`` .. ``first + n - 1`` of it, computed and rounded as in ``dequantize``.
+        """
+        skipped = first % block_layout(self.encoding).values
+        if tuple(out.shape) == self.shape:
+            return self.dequantize(out.dtype, out=out)
+        step = max(1, _SERIAL_CHUNK // max(self.shape[1], 1))
+        for row in range(0, self.shape[0], step):
+            rows = self.rows(slice(row, row + step)).to(out.device)
+            expanded = rows.dequantize(torch.float32)
+            out[row : row + step].copy_(expanded[:, skipped : skipped + out.shape[1]])
+        return out
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same blocks on ``device``."""
@@ -156,6 +188,12 @@ class QuantizedTensor:
 def supported_encodings() -> tuple[str, ...]:
     """The block encodings ``QuantizedTensor`` can expand."""
     return tuple(_LAYOUTS)
+
+
+def on_blocks(encoding: str, first: int, stop: int) -> bool:
+    """True when columns ``first`` .. ``stop - 1`` begin and end with a block of ``encoding``."""
+    values = block_layout(encoding).values
+    return first % values == 0 and stop % values == 0
 
 
 def block_layout(encoding: str) -> BlockLayout:

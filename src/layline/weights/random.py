@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from layline.errors import ModelNotFoundError, TensorError
-from layline.weights.checkpoint import TensorInfo, VocabularySource
+from layline.weights.checkpoint import Region, TensorInfo, VocabularySource
 from layline.weights.folders import file_inside, read_json_object
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class RandomCheckpoint:
         """Nothing is stored."""
         return MappingProxyType({})
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Random weights have no stored shape.
 
         Raises:
@@ -59,28 +60,43 @@ class RandomCheckpoint:
         """
         raise TensorError(f"config:{self.path}: {name} is not stored; random weights fill a tensor")
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill ``out``; the values depend on the name, the seed and the shape only."""
+    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
+        """Fill ``out``; the values depend on the name, the seed and the whole shape only.
+
+        A part of a tensor has the values that it has in the whole.
+        """
         import torch
 
         if name.endswith(("norm.weight", "layernorm.weight")) or "rope_freqs" in name:
             out.fill_(1.0)
             return
-        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        # Drawn on the CPU even for another device: its generator is the one every machine shares.
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        std = out.shape[-1] ** -0.5 if out.dim() > 1 else _BIAS_STD
+        region = region or Region(tuple(out.shape))
+        assert tuple(out.shape) == region.size
         if out.numel() == 0:
             return
-        if out.dim() < 2:
-            out.copy_(torch.empty(out.shape).normal_(0.0, std, generator=generator))
-            return
-        step = max(1, _PIECE // max(1, out[:1].numel()))
-        scratch = torch.empty((min(step, out.shape[0]), *out.shape[1:]))
-        for start in range(0, out.shape[0], step):
-            target = out[start : start + step]
-            piece = scratch[: target.shape[0]].normal_(0.0, std, generator=generator)
-            target.copy_(piece)
+        num_rows, *others = region.shape
+        std = others[-1] ** -0.5 if others else _BIAS_STD
+        step = max(1, _PIECE // math.prod(others)) if others else num_rows
+        first, stop = region.rows or (0, num_rows)
+        scratch = torch.empty((min(step, num_rows), *others))
+        for piece in range(first // step, -(-stop // step)):
+            start = piece * step
+            # Every piece has its own stream, so that a part of a tensor is drawn alone.
+            values = scratch[: min(step, num_rows - start)]
+            values.normal_(0.0, std, generator=self._generator(name, piece))
+            begin, end = max(first, start), min(stop, start + step)
+            rows = values[begin - start : end - start]
+            columns = slice(*(region.columns or (None, None)))
+            target = out[begin - first : end - first]
+            target.copy_(rows[:, columns] if others else rows)
+
+    def _generator(self, name: str, piece: int) -> torch.Generator:
+        import torch
+
+        label = f"{self.seed}:{name}:{piece}" if piece else f"{self.seed}:{name}"
+        digest = hashlib.sha256(label.encode()).digest()
+        # Drawn on the CPU even for another device: its generator is the one every machine shares.
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
     def release(self, name: str) -> None:
         """See ``Checkpoint.release``; nothing is kept that could be let go."""

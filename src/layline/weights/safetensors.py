@@ -21,7 +21,7 @@ from layline.errors import (
     UnsupportedFormatError,
     nearest,
 )
-from layline.weights.checkpoint import TensorInfo, VocabularySource
+from layline.weights.checkpoint import Region, TensorInfo, VocabularySource
 from layline.weights.folders import file_inside, parse_json_object, read_json_object
 from layline.weights.gguf_file import shorten
 
@@ -79,8 +79,36 @@ class SafetensorsCheckpoint:
         """Every tensor of the checkpoint by name."""
         return self._infos
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """See ``Checkpoint.read``: always a view of the mapped file."""
+        tensor = self._whole(name)
+        if region is None:
+            return tensor
+        self._check_shape(name, region.shape)
+        return region.of(tensor)
+
+    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
+        """See ``Checkpoint.read_into``. The mapped pages are given back as they are used up."""
+        from layline.weights.pages import copy_mapped
+
+        if region is None:
+            region = Region(tuple(out.shape))
+        assert tuple(out.shape) == region.size
+        copy_mapped(self.read(name, region), out)
+
+    def release(self, name: str) -> None:
+        """See ``Checkpoint.release``; nothing is kept that could be let go."""
+
+    def vocabulary(self) -> VocabularySource:
+        """The folder."""
+        return VocabularySource(directory=self.path)
+
+    def close(self) -> None:
+        """Drop the mappings; they stay as long as tensors that view them."""
+        self._open_files.clear()
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """A view of the whole tensor, none of it read."""
         info = self._infos.get(name)
         if info is None:
             raise TensorError(f"{self.path}: no tensor {shorten(name)}{nearest(name, self._infos)}")
@@ -100,28 +128,12 @@ class SafetensorsCheckpoint:
             raise CorruptFileError(f"{info.file}: tensor {shorten(name)}: {reason}") from None
         return tensor
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """See ``Checkpoint.read_into``. The mapped pages are given back as they are used up."""
-        from layline.weights.pages import copy_mapped
-
-        tensor = self.read(name)
-        if tensor.shape != out.shape:
+    def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        info = self._infos[name]
+        if info.shape != expected:
             raise TensorError(
-                f"{self._infos[name].file}: tensor {shorten(name)} has shape "
-                f"{tuple(tensor.shape)}, expected {tuple(out.shape)}"
+                f"{info.file}: tensor {shorten(name)} has shape {info.shape}, expected {expected}"
             )
-        copy_mapped(tensor, out)
-
-    def release(self, name: str) -> None:
-        """See ``Checkpoint.release``; nothing is kept that could be let go."""
-
-    def vocabulary(self) -> VocabularySource:
-        """The folder."""
-        return VocabularySource(directory=self.path)
-
-    def close(self) -> None:
-        """Drop the mappings; they stay as long as tensors that view them."""
-        self._open_files.clear()
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

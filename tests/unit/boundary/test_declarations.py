@@ -1,10 +1,11 @@
-"""Declarations, their assembly, and the plan behind each boundary, without torch."""
+"""Declarations, their assembly, and what construction refuses, without torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from layline.boundary import (
     BatchVariant,
     Layout,
     ProducerReduction,
+    StageBoundary,
     StageKind,
     TokenAxis,
     declare_attn,
@@ -20,12 +22,13 @@ from layline.boundary import (
     make_ffn_stage,
     make_stages,
 )
-from layline.boundary.construction import plan_stage, resolve_stage
-from layline.boundary.planning.edge import plan_edge
-from layline.boundary.planning.records import OpKind, Place
+from layline.boundary.mesh import Mesh, MeshSpec
+from layline.boundary.planning.stage import StagePlan, plan_stage
+from layline.boundary.policy import ReductionPolicy
 from layline.boundary.residual import LayerResidual
 from layline.boundary.residual.add_norm import PlainRead, PlainUpdate
-from layline.errors import BoundaryUnsupportedError, DeclarationError
+from layline.boundary.rows import ORDINARY, batch_kind
+from layline.errors import BoundaryUnsupportedError, DeclarationError, UsageError
 from layline.topology import Topology
 
 
@@ -54,7 +57,10 @@ def test_any_number_of_stages_in_any_order(kinds: str) -> None:  # boundary G3
     assert [boundary.declaration.kind for boundary in boundaries] == [
         StageKind.ATTN if kind == "a" else StageKind.FFN for kind in kinds
     ]
+    assert len({id(boundary) for boundary in boundaries}) == len(kinds)
     assert len({id(boundary.plan) for boundary in boundaries}) == len(kinds)
+    with pytest.raises(DeclarationError, match="at least one"):
+        make_stages()
 
 
 @pytest.mark.parametrize("item", [declare_attn(), (declare_attn(),), ("attn", norm), "ab"])
@@ -63,10 +69,23 @@ def test_items_are_declaration_and_norm(item: object) -> None:  # boundary G4
         make_stages(item)  # type: ignore[arg-type]
 
 
+def test_options_belong_to_the_kind_of_stage() -> None:  # boundary G4
+    (attn,) = make_stages((declare_attn(), norm, {"qkv_latent_func": norm, "fusions": None}))
+    assert attn.declaration.latent_input
+    make_stages((declare_ffn(), norm, {"fusions": None}))
+    with pytest.raises(DeclarationError, match="'qkv_latent_func' is not one of fusions"):
+        make_stages((declare_ffn(), norm, {"qkv_latent_func": norm}))
+    with pytest.raises(DeclarationError, match=r"'qkv_latent' is not one of .* did you mean"):
+        make_stages((declare_attn(), norm, {"qkv_latent": norm}))
+    with pytest.raises(DeclarationError, match="options must be a mapping"):
+        make_stages((declare_attn(), norm, [norm]))  # type: ignore[arg-type]
+
+
 def test_sources_belong_to_the_assembler() -> None:  # boundary G5
     linked = dataclasses.replace(declare_ffn(), previous=declare_attn())
+    prepared = dataclasses.replace(declare_ffn(), prepared_from=declare_ffn())
     terminal = dataclasses.replace(declare_ffn(), terminal=True)
-    for declaration in (linked, terminal):
+    for declaration in (linked, prepared, terminal):
         with pytest.raises(DeclarationError, match="already carries"):
             make_stages((declaration, norm))
 
@@ -79,11 +98,31 @@ def test_sources_are_declarations_not_boundaries() -> None:  # boundary G6
         make_stages((declare_ffn(), norm), following=boundary)  # type: ignore[arg-type]
 
 
+def test_previous_and_prepared_from_exclude_each_other() -> None:  # boundary G6
+    ffn = declare_ffn()
+    with pytest.raises(DeclarationError, match="previous and prepared_from are mutually exclusive"):
+        make_stages((declare_attn(), norm), previous=ffn, prepared_from=ffn)
+    both = dataclasses.replace(declare_attn(), previous=ffn, prepared_from=ffn)
+    with pytest.raises(DeclarationError, match="previous and prepared_from are mutually exclusive"):
+        make_attn_stage(both, norm)
+
+
+def test_branches_are_refused_until_they_exist() -> None:  # boundary G13
+    with pytest.raises(DeclarationError, match="prepared_from needs branches"):
+        make_stages((declare_attn(), norm), prepared_from=declare_ffn())
+    branch = dataclasses.replace(declare_ffn(), prepared_from=declare_ffn())
+    with pytest.raises(DeclarationError, match="prepared_from needs branches"):
+        make_ffn_stage(branch, norm)
+
+
 def test_following_names_this_stage() -> None:  # boundary G7
     attn = dataclasses.replace(declare_attn(), previous=declare_ffn())
     make_attn_stage(attn, norm, following=dataclasses.replace(declare_ffn(), previous=attn))
     with pytest.raises(DeclarationError, match="following must name this stage"):
         make_attn_stage(attn, norm, following=declare_ffn())
+    other = dataclasses.replace(declare_ffn(), previous=declare_attn())
+    with pytest.raises(DeclarationError, match="following must name this stage"):
+        make_attn_stage(attn, norm, following=other)
     with pytest.raises(DeclarationError, match="cannot make a stage"):
         make_ffn_stage(attn, norm)
 
@@ -97,17 +136,57 @@ def test_only_the_last_stage_is_terminal_and_inputs_stay_as_they_were() -> None:
         make_stages((ffn, norm), terminal=True, following=declare_attn())
 
 
-def test_split_stages_bind_the_same_edges_as_one_call() -> None:  # boundary G9
-    together = make_stages((declare_attn(), norm), (declare_ffn(), norm), terminal=True)
-    attn = declare_attn()
-    ffn = dataclasses.replace(declare_ffn(), previous=attn, terminal=True)
-    split = (
-        make_attn_stage(attn, norm, following=ffn),
-        make_ffn_stage(ffn, norm),
-    )
-    assert [b.plan.path(BatchVariant.ORDINARY).ops for b in together] == [
-        b.plan.path(BatchVariant.ORDINARY).ops for b in split
+def planned(boundary: StageBoundary) -> list[Any]:
+    """Everything a stage runs, by kind of batch."""
+    return [
+        (kind, path.source, path.prepares, path.exit) for kind, path in boundary.plan.paths.items()
     ]
+
+
+MESHES = [
+    MeshSpec(),
+    MeshSpec(topology=Topology(tp=2)),
+    MeshSpec(topology=Topology(tp=4, attn_dp=2)),
+    MeshSpec(topology=Topology(tp=4, attn_cp=2)),
+    MeshSpec(topology=Topology(tp=2), sequence_parallel=True, input_scattered=True),
+    MeshSpec(topology=Topology(tp=4, attn_dp=2, dense_tp=1)),
+]
+
+
+@pytest.mark.parametrize("spec", MESHES)
+def test_split_stages_bind_the_same_edges_as_one_call(spec: MeshSpec) -> None:  # boundary G9
+    mixer = declare_attn(reduction=ProducerReduction.SCOPED)
+    mesh = mesh_of(spec)
+    together = make_stages((mixer, norm), (declare_ffn(), norm), terminal=True, mesh=mesh)
+    ffn = dataclasses.replace(declare_ffn(), previous=mixer, terminal=True)
+    split = (
+        make_attn_stage(mixer, norm, following=ffn, mesh=mesh_of(spec)),
+        make_ffn_stage(ffn, norm, mesh=mesh_of(spec)),
+    )
+    across = (
+        *make_stages((mixer, norm), following=declare_ffn(), mesh=mesh_of(spec)),
+        *make_stages((declare_ffn(), norm), previous=mixer, terminal=True, mesh=mesh_of(spec)),
+    )
+    assert [planned(b) for b in together] == [planned(b) for b in split]
+    assert [planned(b) for b in together] == [planned(b) for b in across]
+    alone = make_stages((mixer, norm), mesh=mesh_of(spec))
+    same = planned(together[0]) == planned(alone[0])
+    assert same is (spec.topology.attn_tp == 1), "without its consumer a mixer plans another edge"
+
+
+def mesh_of(spec: MeshSpec) -> Mesh:
+    """A mesh whose groups are never used: construction alone communicates nothing."""
+    from layline.boundary.mesh import make_mesh
+    from layline.topology import GroupName
+
+    class Silent:
+        def __init__(self, name: GroupName) -> None:
+            self.name, self.ranks, self.rank = name, spec.topology.group(name), 0
+            self.size = len(self.ranks)
+            self.all_reduce = self.all_gather = self.reduce_scatter = self.reduce_scatter_v = norm
+
+    groups: Any = {name: Silent(name) for name in GroupName}
+    return make_mesh(spec, groups)
 
 
 def test_size_one_axes_are_not_in_a_layout() -> None:  # boundary G11
@@ -116,54 +195,138 @@ def test_size_one_axes_are_not_in_a_layout() -> None:  # boundary G11
     assert Layout.over(mesh, TokenAxis).sharded == {TokenAxis.ATTN_DP, TokenAxis.ATTN_TP_SCATTER}
 
 
-def test_a_mesh_is_refused_at_construction() -> None:  # boundary G13 (a mesh)
-    with pytest.raises(DeclarationError, match="a mesh of 2 ranks"):
-        make_stages((declare_attn(), norm), topology=Topology(tp=2))
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)])
+def test_no_planned_layout_names_a_size_one_axis(
+    degrees: tuple[int, int, int],
+) -> None:  # boundary G11
+    dp, cp, tp = degrees
+    topology = Topology(tp=dp * cp * tp, attn_dp=dp, attn_cp=cp)
+    sizes = {TokenAxis.ATTN_DP: dp, TokenAxis.ATTN_CP: cp, TokenAxis.ATTN_TP_SCATTER: tp}
+    plan = plan_stage(
+        dataclasses.replace(declare_ffn(), previous=declare_attn()),
+        declare_attn(),
+        MeshSpec(topology=topology),
+    )
+    layouts = [layout for path in plan.paths.values() for layout in _layouts(path)]
+    assert layouts
+    for layout in layouts:
+        assert all(sizes[axis] > 1 for axis in layout.sharded), str(layout)
 
 
-def test_the_plan_holds_no_norm_and_no_neighbour() -> None:  # boundary G14
-    (boundary,) = make_stages((declare_attn(), norm), previous=declare_ffn())
+def _layouts(path: Any) -> list[Layout]:
+    prepare, leaving = path.prepare, path.exit.with_tokens
+    ops = (*prepare.written, *(prepare.declared or ()), *(prepare.complete or ()), *leaving.owed)
+    ends = [layout for op in (*ops, *leaving.ops) for layout in (op.before, op.after)]
+    decl = path.decl
+    return [*ends, decl.input.layout, decl.output.layout, decl.output.handoff, *path.prepares]
+
+
+def test_an_unresolved_policy_is_refused() -> None:  # boundary G12
+    for policy in ("auto", None, "rs"):
+        with pytest.raises(UsageError, match="resolve_policy"):
+            MeshSpec(policy=policy)  # type: ignore[arg-type]
+    assert MeshSpec(policy=ReductionPolicy("rs")).policy is ReductionPolicy.RS
+
+
+def test_an_update_at_the_producer_is_refused_under_cp() -> None:  # boundary G13
+    early = LayerResidual(read=PlainRead(), update=PlainUpdate(plain=False, at_producer=True))
+    mesh = mesh_of(MeshSpec(topology=Topology(tp=2, attn_cp=2)))
+    text = "attention -> ffn: an update at the producer has no path .* attention CP"
+    with pytest.raises(DeclarationError, match=text):
+        make_stages((declare_attn(), norm), (declare_ffn(residual=early), norm), mesh=mesh)
+    with pytest.raises(DeclarationError, match="ffn -> attention"):
+        make_stages((declare_attn(), norm), previous=declare_ffn(residual=early), mesh=mesh)
+
+
+def test_sparse_stages_are_refused_until_they_exist() -> None:  # boundary G13
+    for facts in ({"sparse": True}, {"next_sparse": True}):
+        with pytest.raises(DeclarationError, match="sparse ffn stages have no boundary paths"):
+            declare_ffn(**facts)  # type: ignore[arg-type]
+
+
+def test_an_update_that_may_not_outlive_its_producer_is_not_deferred() -> None:  # boundary G64
+    late = LayerResidual(PlainRead(), PlainUpdate(outlives_producer=False))
+    with pytest.raises(DeclarationError, match="outlive"):
+        make_stages((declare_attn(residual=late), norm))
+    early = LayerResidual(PlainRead(), PlainUpdate(at_producer=True, outlives_producer=False))
+    make_stages((declare_attn(residual=early), norm))
+
+
+def test_the_plan_holds_no_norm_and_no_tensor() -> None:  # boundary G14
+    """Everything reachable from a boundary's plan is a declaration, an op or a plain value."""
+    marker = object()
+    (boundary,) = make_stages(
+        (declare_attn(), marker), previous=declare_ffn(), mesh=mesh_of(MESHES[2])
+    )
     assert not hasattr(boundary.declaration, "norm")
-    path = boundary.plan.path(BatchVariant.ORDINARY)
-    held = {field.name for field in dataclasses.fields(path)}
-    assert held == {"decl", "ops", "leaving", "steps", "leave", "consumes"}
+    seen: set[int] = set()
+    plans = 0
+
+    def walk(value: Any) -> None:
+        nonlocal plans
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        assert value is not marker, "a plan holds a norm"
+        assert "torch" not in type(value).__module__, "a plan holds a tensor"
+        plans += isinstance(value, StagePlan)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                walk(getattr(value, field.name))
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            for item in value:
+                walk(item)
+        elif isinstance(value, dict):
+            for item in (*value, *value.values()):
+                walk(item)
+
+    walk(boundary.plan)
+    assert plans == 1, "a plan holds a neighbour's plan"
+    assert len(seen) > 50
 
 
 @pytest.mark.parametrize("variant", [v for v in BatchVariant if v is not BatchVariant.ORDINARY])
 def test_an_absent_variant_raises(variant: BatchVariant) -> None:  # boundary G16
     (boundary,) = make_stages((declare_attn(), norm))
-    text = f"no stage boundary path for the active {variant.name} batch"
+    text = f"^no stage boundary path for the active {variant.name} batch$"
     with pytest.raises(NotImplementedError, match=text):
-        boundary.plan.path(variant)
+        boundary.plan.path(batch_kind(variant))
     with pytest.raises(BoundaryUnsupportedError):
-        boundary.plan.path(variant)
+        boundary.plan.path(batch_kind(variant))
+
+
+def test_a_layer_with_more_layers_downstream_is_not_terminal() -> None:  # boundary G80
+    """The last local layer at a pipeline cut leaves its sum; the stack's last one does not."""
+    mesh = mesh_of(MeshSpec(topology=Topology(tp=2)))
+    items = ((declare_attn(), norm), (declare_ffn(), norm))
+    cut = make_stages(*items, following=declare_attn(), mesh=mesh)[-1]
+    assert not cut.declaration.terminal
+    leaving = cut.plan.path(ORDINARY).exit.with_tokens
+    assert leaving.fuse_mlp_allreduce
+    assert leaving.owed
+    end = make_stages(*items, terminal=True, mesh=mesh)[-1]
+    leaving = end.plan.path(ORDINARY).exit.with_tokens
+    assert not leaving.fuse_mlp_allreduce
+    assert not leaving.owed
 
 
 def test_plans_of_one_rank() -> None:
     first = declare_attn()
-    _, entry = plan_stage(first, Topology())
-    assert [op.kind for op in plan_edge(entry)] == [OpKind.ENTER, OpKind.READ]
-    _, edge = plan_stage(dataclasses.replace(declare_ffn(), previous=first), Topology())
-    assert [op.kind for op in plan_edge(edge)] == [
-        OpKind.LEAVE,
-        OpKind.UPDATE_AND_READ,
-    ]
+    path = plan_stage(first, None, MeshSpec()).path(ORDINARY)
+    assert [str(op) for op in path.prepare.entry] == ["enter", "norm of the residual"]
+    ffn = dataclasses.replace(declare_ffn(), previous=first)
+    path = plan_stage(ffn, None, MeshSpec()).path(ORDINARY)
+    assert [str(op) for op in path.prepare.complete or ()] == ["add+norm"]
+    assert path.exit.with_tokens.ops == ()
     early = LayerResidual(read=PlainRead(), update=PlainUpdate(plain=False, at_producer=True))
     source = declare_attn(residual=early)
-    _, edge = plan_stage(dataclasses.replace(declare_ffn(), previous=source), Topology())
-    assert [(op.kind, op.place) for op in plan_edge(edge)] == [
-        (OpKind.UPDATE, Place.EXIT),
-        (OpKind.READ, Place.PREPARE),
-    ]
-
-
-def test_an_edge_that_moves_rows_is_refused() -> None:
-    decl = resolve_stage(declare_attn(), Topology())
-    _, edge = plan_stage(dataclasses.replace(declare_ffn(), previous=declare_attn()), Topology())
-    rows = Layout(frozenset({TokenAxis.ATTN_DP}))
-    moved = dataclasses.replace(edge, producer=dataclasses.replace(decl.output, layout=rows))
-    with pytest.raises(DeclarationError, match="attention DP"):
-        plan_edge(moved)
+    path = plan_stage(source, None, MeshSpec()).path(ORDINARY)
+    assert [(str(op), op.place.name) for op in path.exit.with_tokens.ops] == [("add", "EXIT")]
+    path = plan_stage(dataclasses.replace(declare_ffn(), previous=source), None, MeshSpec()).path(
+        ORDINARY
+    )
+    assert [str(op) for op in path.prepare.written] == ["norm of the residual"]
+    assert path.prepare.complete is None
 
 
 def test_declaring_and_planning_needs_no_torch() -> None:
@@ -171,6 +334,7 @@ def test_declaring_and_planning_needs_no_torch() -> None:
         "import sys\n"
         "from layline.boundary import declare_attn, declare_ffn, make_stages\n"
         "import layline.boundary.planning.edge\n"
+        "import layline.boundary.planning.simulate\n"
         "make_stages((declare_attn(), None), (declare_ffn(), None), terminal=True)\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import pytest
 import torch
-from test_stream import entered, layer, rows
 
 from layline.boundary import ProducerReduction, declare_attn, get_forward, make_stages
 from layline.boundary.exit import ForwardFlags, StageExit, bind_exit
-from layline.boundary.planning.edge import LEAVE
+from layline.boundary.mesh import Mesh
+from layline.boundary.planning.exits import ExitPlan
 from layline.boundary.residual import batch
 from layline.boundary.residual.add_norm import PlainUpdate
 from layline.boundary.residual.stream import ResidualStream
 from layline.errors import StreamError
+from support.one_rank import entered, layer, norm, rows
 
 SKIP = ForwardFlags(fuse_mlp_allreduce=True)
 
@@ -22,7 +23,8 @@ SKIP = ForwardFlags(fuse_mlp_allreduce=True)
 def open_exit(flags: ForwardFlags) -> StageExit:
     stream = ResidualStream()
     stream.residual = rows(0)
-    return StageExit(stream, PlainUpdate(), bind_exit(LEAVE), flags)
+    bound = dataclasses.replace(bind_exit(ExitPlan(), Mesh()), flags=flags)
+    return StageExit(stream, PlainUpdate(), bound, None)
 
 
 def test_flags_stand_inside_the_scope_only() -> None:  # boundary G43
@@ -84,7 +86,7 @@ def test_each_kind_publishes_its_own_way() -> None:
 
 
 def test_a_scoped_mixer_uses_an_exit() -> None:  # boundary G54 (one rank)
-    (mixer,) = make_stages((declare_attn(reduction=ProducerReduction.SCOPED), _norm()))
+    (mixer,) = make_stages((declare_attn(reduction=ProducerReduction.SCOPED), norm()))
     fb, _, _ = entered(rows(5))
     batch.start(fb)
     mixer.prepare(rows(0), fb)
@@ -107,12 +109,6 @@ def test_an_output_left_before_any_input_is_refused() -> None:
 
 def test_a_pending_output_is_never_dropped_by_a_stage_that_expects_none() -> None:
     fb, _, h = entered(rows(5))
-    (entry,) = make_stages((declare_attn(), _norm()))
+    (entry,) = make_stages((declare_attn(), norm()))
     with pytest.raises(StreamError, match="the actual producer as previous"):
         entry.prepare(h, fb)
-
-
-def _norm() -> Any:
-    from test_stream import norm
-
-    return norm()

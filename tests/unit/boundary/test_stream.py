@@ -2,56 +2,31 @@
 
 from __future__ import annotations
 
-import types
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from layline.boundary import BatchVariant, declare_attn, declare_ffn, make_stages
 from layline.boundary.residual import LayerResidual, batch
 from layline.boundary.residual.add_norm import PlainRead, PlainUpdate
-from layline.boundary.residual.stream import OwedOutput, OwedWork, ResidualStream, StreamState
+from layline.boundary.residual.stream import OwedOutput, StreamState
 from layline.errors import StreamError
-from layline.layers.norm import RMSNorm
-
-HIDDEN = 8
+from support.one_rank import HIDDEN, Doubling, entered, forward_batch, layer, norm, owing, rows
 
 
-class Doubling(PlainUpdate):
-    """A nonlinear-looking update: residual + 2 x output, applied once."""
+class Counting(PlainUpdate):
+    """residual + 3 x output, and a note of each application."""
+
+    calls: Any
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def apply(self, output: Any, residual: Any) -> Any:
-        return residual + 2 * output
-
-
-def forward_batch() -> Any:
-    return types.SimpleNamespace(residual_stream=None, variant=BatchVariant.ORDINARY)
-
-
-def rows(seed: int, count: int = 3) -> torch.Tensor:
-    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed))
-
-
-def norm(seed: int = 99) -> RMSNorm:
-    return RMSNorm(rows(seed, 1)[0], 1e-5)
-
-
-def layer(previous: bool = False, **changes: Any) -> Any:
-    return make_stages(
-        (declare_attn(**changes), norm(1)),
-        (declare_ffn(**changes), norm(2)),
-        previous=declare_ffn(**changes) if previous else None,
-    )
-
-
-def entered(value: torch.Tensor) -> tuple[Any, Any, torch.Tensor]:
-    """A batch whose attention has left ``value`` pending on residual rows(0)."""
-    attn, _ = layer()
-    fb = forward_batch()
-    batch.start(fb)
-    attn.prepare(rows(0), fb)
-    return fb, attn, attn.finish(value, fb)
+        self.calls.append("applied")
+        return residual + 3 * output
 
 
 def test_three_states_and_their_transitions() -> None:  # boundary G55
@@ -113,9 +88,7 @@ def test_another_object_is_refused(use: str) -> None:  # boundary G56
 
 
 def test_an_owed_output_is_no_tensor() -> None:  # boundary G57
-    stream = ResidualStream()
-    stream.residual = rows(0)
-    handle = stream.leave(rows(1), PlainUpdate(), OwedWork("a sum", lambda value: value * 4))
+    _, handle = owing(rows(1), lambda value: value * 4)
     assert isinstance(handle, OwedOutput)
     assert not isinstance(handle, torch.Tensor)
     for operation in (lambda h: h + 1, lambda h: h[0], lambda h: h.shape, torch.relu):
@@ -166,26 +139,34 @@ def test_a_written_stream_skips_enter() -> None:  # boundary G61
     torch.testing.assert_close(attn.prepare(h, fb), norm(1)(rows(0)))
 
 
-def test_the_travelling_update_is_applied_once_after_completion() -> (
-    None
-):  # boundary G62 (not the capability check)
-    update = Doubling(plain=False)
-    _, ffn = layer()
-    fb = forward_batch()
-    batch.start(fb)
-    stream = fb.residual_stream
-    stream.write(rows(0))
-    stream._handle = None
+def test_the_travelling_update_is_applied_once_after_completion() -> None:  # boundary G62
+    """The update that came with the output, not an equal one the stage was made with."""
+    declared, travelling = Doubling(plain=False), Counting(plain=False)
+    _, ffn = layer(residual=LayerResidual(read=PlainRead(), update=declared))
     calls: list[str] = []
 
     def complete(value: torch.Tensor) -> torch.Tensor:
         calls.append("completed")
         return value * 4
 
-    handle = stream.leave(rows(5), update, OwedWork("a sum", complete))
+    travelling.calls = calls
+    fb, handle = owing(rows(5), complete, update=travelling)
     out = ffn.prepare(handle, fb)
-    torch.testing.assert_close(out, norm(2)(rows(0) + 8 * rows(5)))
-    assert calls == ["completed"]
+    torch.testing.assert_close(out, norm(2)(rows(0) + 12 * rows(5)))
+    assert calls == ["completed", "applied"]
+
+
+@pytest.mark.parametrize("changes", [{"plain": False}, {"at_producer": True}])
+def test_an_update_of_other_capabilities_is_refused_first(changes: Any) -> None:  # boundary G62
+    """Before anything is completed: other ranks must not be left waiting in a sum."""
+    _, ffn = layer()
+
+    def complete(value: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("communicated before the update was checked")
+
+    fb, handle = owing(rows(5), complete, update=Doubling(**changes))
+    with pytest.raises(StreamError, match=r"pending update is Doubling .* declares PlainUpdate"):
+        ffn.prepare(handle, fb)
 
 
 def test_an_update_at_the_producer_writes_the_stream() -> None:  # boundary G63
@@ -200,17 +181,34 @@ def test_an_update_at_the_producer_writes_the_stream() -> None:  # boundary G63
     torch.testing.assert_close(ffn.prepare(h, fb), norm(2)(rows(0) + 2 * rows(5)))
 
 
-def test_norm_releases_the_stream() -> None:  # boundary G65 (norm)
-    fb, _, h = entered(rows(5))
-    batch.norm(h, fb, norm())
+def test_leaving_keeps_no_stream_and_no_layer_buffer() -> None:  # boundary G65
+    def buffers() -> tuple[Any, Any, list[weakref.ref[torch.Tensor]]]:
+        fb, attn, h = entered(rows(5))
+        held = [weakref.ref(h), weakref.ref(fb.residual_stream.residual)]
+        return fb, (attn, h), held
+
+    fb, (attn, h), held = buffers()
+    normed = batch.norm(h, fb, norm())
     assert fb.residual_stream is None
+    del h
+    gc.collect()
+    assert [ref() for ref in held] == [None, None], "a layer buffer outlives norm()"
+    assert normed.shape == (3, HIDDEN)
+
+    fb, (attn, h), held = buffers()
+    batch.start(fb)
+    del h
+    gc.collect()
+    assert [ref() for ref in held] == [None, None], "start() keeps the stream before it"
+    assert attn.declaration is not None
 
 
-def test_snapshot_is_owned_and_leaves_the_main_output() -> None:  # boundary G66 (not handoffs)
+def test_snapshot_is_owned_and_leaves_the_main_output() -> None:  # boundary G66
     fb, _, h = entered(rows(5))
     copy = batch.snapshot(h, fb)
     torch.testing.assert_close(copy, rows(0) + rows(5))
     copy.zero_()
+    assert fb.residual_stream.state is StreamState.PENDING
     torch.testing.assert_close(batch.norm(h, fb, norm()), norm()(rows(0) + rows(5)))
     attn, _ = layer(residual=LayerResidual(read=PlainRead(), update=Doubling(plain=False)))
     batch.start(fb)
@@ -221,15 +219,14 @@ def test_snapshot_is_owned_and_leaves_the_main_output() -> None:  # boundary G66
 
 
 def test_complete_output_is_idempotent() -> None:  # boundary G68
-    fb = forward_batch()
-    batch.start(fb)
-    stream = fb.residual_stream
-    stream.residual = rows(0)
-    h = stream.leave(rows(5), PlainUpdate(), OwedWork("a sum", lambda value: value * 4))
+    fb, h = owing(rows(5), lambda value: value * 4)
     done = batch.complete_output(h, fb)
     torch.testing.assert_close(done, rows(5) * 4)
     assert batch.complete_output(done, fb) is done
-    assert stream.state is StreamState.PENDING
+    assert fb.residual_stream.state is StreamState.PENDING
+    torch.testing.assert_close(fb.residual_stream.residual, rows(0))
+    with pytest.raises(StreamError, match="does not belong"):
+        batch.complete_output(h, fb)
 
 
 def test_fold_written_and_take_output() -> None:  # boundary G69
@@ -262,17 +259,13 @@ def test_norm_on_an_empty_batch_completes_but_skips_the_norm() -> None:  # bound
 
         add_norm = __call__
 
-    fb = forward_batch()
-    batch.start(fb)
-    stream = fb.residual_stream
-    stream.residual = rows(0, 0)
     done: list[int] = []
 
     def complete(value: torch.Tensor) -> torch.Tensor:
         done.append(len(value))
         return value
 
-    h = stream.leave(rows(1, 0), PlainUpdate(), OwedWork("a sum", complete))
+    fb, h = owing(rows(1, 0), complete)
     out = batch.norm(h, fb, Refusing(), skip_empty=True)
     assert out.shape == (0, HIDDEN)
     assert done == [0]

@@ -28,6 +28,17 @@ class FakeLLM:
     params: list[Any] = field(default_factory=list)
     closed: int = 0
     finished: int = 0
+    ended: int = 0
+    peaks: list[int] = field(default_factory=list)
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended += 1
+
+    def worker_peaks(self) -> list[int]:
+        return self.peaks
 
     @property
     def tokenizer(self) -> SimpleNamespace:

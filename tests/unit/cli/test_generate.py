@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from layline.config import EngineConfig
 
 
 def test_text_is_streamed_and_ends_with_a_newline(
@@ -79,19 +82,21 @@ def test_flags_reach_the_engine_and_the_sampler(layline: Any, loader: Any) -> No
     arguments = [part for pair in flags.items() for part in pair]
     arguments += ["--stop", "A", "--stop", "BB"]
     assert layline("generate", "x", *arguments).status == 0
-    assert loader.opened == [
-        (
-            "m",
-            {
-                "device": "cpu",
-                "dtype": "float32",
-                "threads": 3,
-                "max_model_len": 99,
-                "kv_memory": 3 << 29,
-                "max_running": 4,
-            },
-        )
-    ]
+    ((model, keywords),) = loader.opened
+    wanted = {
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 3,
+        "max_model_len": 99,
+        "kv_memory": 3 << 29,
+        "max_running": 4,
+    }
+    assert model == "m"
+    assert {name: keywords[name] for name in wanted} == wanted
+    assert asdict(EngineConfig(**{k: v for k, v in keywords.items() if v is not None})) == {
+        **asdict(EngineConfig()),
+        **wanted,
+    }
     params = loader.llm.params[0]
     assert (params.max_tokens, params.temperature, params.top_p) == (5, 0.5, 0.9)
     assert (params.top_k, params.min_p, params.seed) == (7, 0.1, 42)

@@ -22,11 +22,12 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path, "Llama")
     raw = open_checkpoint(tmp_path).config
     config = family_of(raw).parse(raw)
-    block = kv.slot_bytes(config, torch.float32) * kv.BLOCK_SIZE
+    slot = kv.slot_bytes(config, torch.float32)
+    block = slot * kv.BLOCK_SIZE
     assert block == 16 * 3 * 2 * 2 * 8 * 4
 
     def blocks(length: int, **changes: object) -> int:
-        return kv.num_blocks(EngineConfig(**changes), config, length, CPU, torch.float32)  # type: ignore[arg-type]
+        return kv.num_blocks(EngineConfig(**changes), kv.Room(slot, length, CPU))  # type: ignore[arg-type]
 
     assert blocks(64, max_running=3) == 3 * 4 + 1
     assert blocks(65, max_running=1) == 5 + 1
@@ -57,7 +58,7 @@ def test_a_cache_starts_zero() -> None:
         norm_eps=1e-5,
         rope=None,  # type: ignore[arg-type]
     )
-    caches = kv.allocate(config, 3, CPU, torch.bfloat16)
+    caches = kv.allocate(config, 3, config.num_kv_heads, CPU, torch.bfloat16)
     assert [cache.shape for cache in caches] == [(48, 2, 1, 4)] * 2
     assert all(cache.dtype is torch.bfloat16 and not cache.any() for cache in caches)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from layline import LLM, SamplingParams
+from layline.engine.local import LocalExecutor
 from layline.engine.output import StreamChunk
 from layline.errors import (
     ModelNotFoundError,
@@ -36,8 +37,15 @@ def llm(directory: Path) -> LLM:
 
 
 def free_blocks(llm: LLM) -> tuple[int, int]:
-    pool = llm._engine._scheduler._pool
+    (queue,) = llm._engine._scheduler.parts
+    pool = queue._pool
     return pool.num_free, pool.capacity
+
+
+def loaded_executor(llm: LLM) -> LocalExecutor:
+    executor = llm._engine._executor
+    assert isinstance(executor, LocalExecutor)
+    return executor
 
 
 def test_a_batch_gives_what_each_prompt_gives_alone(llm: LLM) -> None:
@@ -147,14 +155,15 @@ def test_a_stream_closed_inside_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch
     (wanted,) = llm.generate([PROMPTS[1]], GREEDY)
     kept, closed = llm.stream(PROMPTS[1], GREEDY), llm.stream(PROMPTS[0], GREEDY)
     ids = next(kept).token_ids
-    sample = llm._engine._sampler.sample
+    sampler = loaded_executor(llm)._sampler
+    sample = sampler.sample
 
     def closing(*arguments: Any) -> Any:
         closed.close()
         return sample(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine._sampler, "sample", closing)
+        patch.setattr(sampler, "sample", closing)
         ids += next(kept).token_ids
     assert llm._engine._scheduler.num_unfinished == 1
     ids += [token for chunk in kept for token in chunk.token_ids]
@@ -167,7 +176,7 @@ def test_memory_report_counts_matrices_and_cache(llm: LLM) -> None:
     report = llm.memory_report()
     layer = 48 * 48 + 2 * 16 * 48 + 48 * 48 + 3 * 48 * 80
     assert report["weights"] == 4 * (3 * layer + 2 * VOCAB * 48)
-    assert report["kv_cache"] == llm._loaded.num_blocks * 16 * 3 * 2 * 16 * 4
+    assert report["kv_cache"] == loaded_executor(llm).num_blocks * 16 * 3 * 2 * 16 * 4
 
 
 def test_a_step_that_is_interrupted_can_be_taken_again(
@@ -181,7 +190,7 @@ def test_a_step_that_is_interrupted_can_be_taken_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine._sampler, "sample", interrupted)
+        patch.setattr(loaded_executor(llm)._sampler, "sample", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(stream)
     ids += [token for chunk in stream for token in chunk.token_ids]

@@ -135,8 +135,8 @@ def test_defaults_of_windows_are_those_of_transformers() -> None:
     ("degrees", "text"),
     [
         ({"tp": 0}, "tp 0 must be at least 1"),
-        ({"tp": 4, "attn_dp": 3}, "attn_dp 3 x attn_cp 1 must divide tp 4"),
-        ({"tp": 4, "ep": 3}, "ep 3 must divide tp 4"),
+        ({"tp": 4, "attn_dp": 3}, "attn_dp 3 x attn_cp 1 = 3 does not divide tp 4"),
+        ({"tp": 4, "ep": 3}, "ep 3 does not divide tp 4"),
         ({"tp": 2, "rank": 2}, "rank 2 is outside 0..1"),
     ],
 )

@@ -103,7 +103,7 @@ def test_auto_keeps_the_files_dtype(tmp_path: Path) -> None:
     expected = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
     for name, runs_in in expected.items():
         save_tiny(tmp_path / name, "Llama", save_dtype=getattr(torch, name))
-        assert LLM(str(tmp_path / name), threads=1)._loaded.dtype is runs_in
+        assert LLM(str(tmp_path / name), threads=1)._engine._executor.loaded.dtype is runs_in
 
 
 def test_many_shards_are_one_model(tmp_path: Path) -> None:
@@ -121,7 +121,12 @@ def test_random_weights_from_a_configuration(tmp_path: Path) -> None:
     first = LLM(f"config:{tmp_path}", threads=1)
     again = LLM(f"config:{tmp_path}", threads=1)
     other = LLM(f"config:{tmp_path}", threads=1, seed=5)
-    weights = [llm._loaded.runner.model.layers[1].mlp.down_proj.weight for llm in (first, again)]
+    weights = [
+        llm._engine._executor.loaded.runner.model.layers[1].mlp.down_proj.weight
+        for llm in (first, again)
+    ]
     assert torch.equal(*weights)
-    assert not torch.equal(weights[0], other._loaded.runner.model.layers[1].mlp.down_proj.weight)
+    assert not torch.equal(
+        weights[0], other._engine._executor.loaded.runner.model.layers[1].mlp.down_proj.weight
+    )
     assert 0.5 < float(weights[0].std()) * 80**0.5 < 1.5

@@ -20,6 +20,10 @@ class StageUpdate(Protocol):
     def at_producer(self) -> bool:
         """True when the update must run at the producer's exit."""
 
+    @property
+    def outlives_producer(self) -> bool:
+        """True when its parameters and state stay valid after the producer's exit."""
+
     def apply(self, output: Any, residual: Any) -> Any:
         """The new residual, [tokens, hidden]."""
 
@@ -34,6 +38,10 @@ class StageRead(Protocol):
     @property
     def before_gather(self) -> bool:
         """True when the read must run on the source rows, before rows are gathered."""
+
+    @property
+    def keeps_residual(self) -> bool:
+        """True when reading and updating never write into the residual they are given."""
 
     def enter(self, hidden: Any) -> Any:
         """The residual a stack starts with, made from the embedding output."""

@@ -18,6 +18,7 @@ class PlainUpdate:
 
     plain: bool = True
     at_producer: bool = False
+    outlives_producer: bool = True
 
     def apply(self, output: Any, residual: Any) -> Any:
         """The sum in the run's dtype, [tokens, hidden]."""
@@ -30,6 +31,7 @@ class PlainRead:
 
     plain: bool = True
     before_gather: bool = False
+    keeps_residual: bool = True
 
     def enter(self, hidden: Any) -> Any:
         """The embedding output is the first residual."""

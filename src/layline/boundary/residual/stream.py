@@ -7,12 +7,14 @@ call returned; the stream compares identities and refuses any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from layline.boundary.layout import FULL_ROWS, Layout
+from layline.boundary.ops import Step, Transit
 from layline.boundary.residual import StageUpdate
+from layline.boundary.rows import RankRows
 from layline.errors import StreamError
 
 NOT_STARTED = "start the layer stack before entering a stage"
@@ -43,31 +45,69 @@ class OwedOutput:
         return f"OwedOutput({self.reason})"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class OwedWork:
-    """What must still happen to a contribution: ``complete(value)`` gives the finished value."""
+    """What must still happen to a contribution before it is complete.
+
+    A ``declared`` sum is one that the next stage's own plan completes; ``steps`` complete it for
+    whoever needs the value earlier.
+    """
 
     reason: str
-    complete: Callable[[Any], Any]
+    steps: tuple[Step, ...]
+    declared: bool = False
+
+    def complete(self, value: Any, rows: RankRows | None) -> Any:
+        """The finished value; the one given is used up."""
+        transit = Transit(rows, value)
+        for step in self.steps:
+            step(transit)
+        return transit.value
 
 
 @dataclass(slots=True)
 class Contribution:
-    """A producer's value [tokens, hidden], its residual update, and the work it still owes."""
+    """A producer's value [tokens, hidden], its residual update, and the work it still owes.
+
+    ``rows`` are those of the finished value; ``residual_moves`` bring the residual to them, and
+    ``after_norm`` a final norm's result back to attention rows.
+    """
 
     value: Any
     update: StageUpdate
     owed: OwedWork | None = None
+    rows: Layout = FULL_ROWS
+    residual_moves: tuple[Step, ...] = ()
+    after_norm: tuple[Step, ...] = ()
+
+    def residual_on_rows(self, residual: Any, rows: RankRows | None) -> Any:
+        """``residual``, brought to the rows of the finished value."""
+        if not self.residual_moves:
+            return residual
+        transit = Transit(rows, None, residual)
+        for step in self.residual_moves:
+            step(transit)
+        return transit.residual
 
 
 class ResidualStream:
-    """Owner of the residual between two boundaries of one forward pass."""
+    """Owner of the residual between two boundaries of one forward pass.
 
-    __slots__ = ("_handle", "contribution", "residual")
+    Attributes:
+        residual: [tokens, hidden] on ``residual_rows``, or None in an initial stream.
+        contribution: What a producer left, while it is pending.
+        partial: The value that enters the stack is an unfinished sum over TP.
+        sums: How many sums compute had run when the last input was prepared.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_handle", "contribution", "partial", "residual", "residual_rows", "sums")
+
+    def __init__(self, *, partial: bool = False) -> None:
         self.residual: Any = None
+        self.residual_rows: Layout | None = None
         self.contribution: Contribution | None = None
+        self.partial = partial
+        self.sums = 0
         self._handle: Any = None
 
     @property
@@ -82,7 +122,7 @@ class ResidualStream:
         if self._handle is not hidden and self.state is not StreamState.INITIAL:
             raise StreamError(WRONG_OUTPUT)
 
-    def leave(self, value: Any, update: StageUpdate, owed: OwedWork | None = None) -> Any:
+    def leave(self, contribution: Contribution) -> Any:
         """Record a producer's output and return the model's handle for it.
 
         A complete value is its own handle; an unfinished one gets an opaque OwedOutput. Raises
@@ -92,33 +132,36 @@ class ResidualStream:
             raise StreamError("a stage must prepare its input before it leaves an output")
         if self.contribution is not None:
             raise StreamError("a pending contribution must not be replaced; prepare the next stage")
-        self.contribution = Contribution(value, update, owed)
-        self._handle = value if owed is None else OwedOutput(owed.reason)
+        self.contribution = contribution
+        owed = contribution.owed
+        self._handle = contribution.value if owed is None else OwedOutput(owed.reason)
         return self._handle
 
     def take(self, hidden: Any) -> Contribution | None:
         """Release the pending contribution to the stage that consumes it; None when written."""
-        self.check(hidden)
-        contribution, self.contribution = self.contribution, None
+        contribution = self.contribution
+        if self._handle is not hidden and (contribution is not None or self.residual is not None):
+            raise StreamError(WRONG_OUTPUT)
+        self.contribution = None
         self._handle = None
         return contribution
 
-    def complete(self, hidden: Any) -> Any:
+    def complete(self, hidden: Any, rows: RankRows | None) -> Any:
         """Finish owed work, leaving the update pending. Returns the tensor handle; idempotent."""
         self.check(hidden)
         contribution = self.contribution
-        if contribution is not None and contribution.owed is not None:
-            contribution.value = contribution.owed.complete(contribution.value)
+        if contribution is None:
+            return hidden
+        if contribution.owed is not None:
+            contribution.value = contribution.owed.complete(contribution.value, rows)
             contribution.owed = None
             self._handle = contribution.value
-        return self._handle if contribution is not None else hidden
+        return self._handle
 
-    def write(self, residual: Any) -> Any:
-        """Become a written stream whose residual, and handle, is ``residual``."""
+    def write(self, residual: Any, rows: Layout | None = None) -> Any:
+        """Become a written stream whose residual, and handle, is ``residual`` on ``rows``."""
         self.contribution = None
         self.residual = self._handle = residual
+        if rows is not None:
+            self.residual_rows = rows
         return residual
-
-    def update_residual(self, residual: Any) -> None:
-        """Store the residual a read has produced; the compute output is the next handle."""
-        self.residual = residual

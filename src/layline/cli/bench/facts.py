@@ -16,7 +16,7 @@ class ModelFacts:
 def facts_of(model: str) -> ModelFacts:
     """Read the configuration and vocabulary of ``model``, no weights. Raises LaylineError."""
     from layline.config import EngineConfig
-    from layline.engine.model import resolve_context
+    from layline.engine.facts import resolve_context
     from layline.models.registry import family_of
     from layline.text.tokenizer import AbsentTokenizer, load_tokenizer
     from layline.weights.opening import open_checkpoint

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from layline.cli.options import ComputeOptions, ModelArgument, ModelOption
+from layline.cli.options import ComputeOptions, MeshOptions, ModelArgument, ModelOption
 from layline.cli.output import note, write_json, write_line
 from layline.cli.session import chosen_model
 from layline.cli.values import choice_list, integer, integer_list
@@ -70,6 +70,7 @@ class LatencyOptions:
 def latency(
     options: LatencyOptions,
     compute: ComputeOptions,
+    mesh: MeshOptions,
     argument: ModelArgument = None,
     model: ModelOption = None,
 ) -> None:
@@ -97,6 +98,7 @@ def latency(
         batches=batches,
         repeats=options.repeats,
         compute=compute.keywords(),
+        mesh=mesh.given(),
     )
     settings.check(facts.context)
     missing = missing_engines(against, path)

@@ -18,6 +18,7 @@ FIRST_TOKEN_PROMPT = "The capital of France is"
 FIRST_TOKEN_LENGTH = 5
 FIRST_TOKEN_METRICS = ("first_token_s", "peak_memory_bytes")
 NO_TOKENIZER = "the model has no tokenizer files, and this runs layline generate on text"
+MANY_PROCESSES = "the system tells the peak of one process, and every rank is one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Settings:
     batches: tuple[int, ...]
     repeats: int
     compute: dict[str, Any]
+    mesh: dict[str, Any] = field(default_factory=dict)
     has_tokenizer: bool = True
 
     @property
@@ -113,7 +115,7 @@ def measure(
             samples["layline"].skip(metric, NO_TOKENIZER)
     for repeat in range(settings.repeats):
         for engine in list(samples):
-            if samples[engine].skipped:
+            if FIRST_TOKEN_METRICS[0] in samples[engine].skipped:
                 continue
             progress(f"first token {repeat + 1}/{settings.repeats}: {engine}")
             try:
@@ -126,6 +128,8 @@ def measure(
                 continue
             for metric, value in zip(FIRST_TOKEN_METRICS, (seconds, peak), strict=True):
                 samples[engine].add(metric, value)
+            if engine == "layline" and settings.mesh:
+                samples[engine].skip(FIRST_TOKEN_METRICS[1], MANY_PROCESSES)
     rounds(settings, samples, progress)
     return samples, failed
 
@@ -163,7 +167,10 @@ def start(
     sizes = []
     for engine, worker in running.items():
         progress(f"loading: {engine}")
-        reply = worker.ask(**settings.load, model=settings.model_for(engine))
+        request = {**settings.load, "model": settings.model_for(engine)}
+        if engine == "layline":
+            request["mesh"] = settings.mesh
+        reply = worker.ask(**request)
         samples[engine].version = reply["version"]
         sizes.append(int(reply["vocab_size"]))
     return min(sizes)
@@ -209,6 +216,9 @@ def first_token(settings: Settings, engine: str) -> tuple[float, int]:
             if value is not None
             for part in (f"--{name}", str(value))
         ]
+        for name, value in settings.mesh.items():
+            flags.append(f"--{name.replace('_', '-')}")
+            flags += [] if value is True else [str(value)]
         command = [sys.executable, "-m", "layline.cli.main", "generate", "--model", settings.name]
         return first_output([*command, *flags, "--max-tokens", "8", FIRST_TOKEN_PROMPT])
     begin = time.perf_counter()

@@ -41,6 +41,7 @@ def as_data(
             "batch": list(settings.batches),
             "repeats": settings.repeats,
             **settings.compute,
+            **settings.mesh,
         },
         "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
         "engines": engines | {engine: {"status": why} for engine, why in missing.items()},

@@ -35,6 +35,7 @@ class Layline:
             threads=request["threads"],
             max_model_len=request["context"],
             max_running=request["batch"],
+            **request.get("mesh", {}),
         )
         self.vocab_size = self.llm.tokenizer.vocab_size
         return __version__
@@ -43,6 +44,10 @@ class Layline:
         """Greedy, exactly ``new_tokens`` each."""
         params = self.params(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         return [list(output.token_ids) for output in self.llm.generate(prompts, params)]
+
+    def worker_peaks(self) -> list[int]:
+        """Peak memory of each rank's process, where there are any."""
+        return list(self.llm.worker_peaks())
 
 
 class Transformers:
@@ -182,7 +187,9 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     if request["op"] == "load":
         return {"version": engine.load(request), "vocab_size": engine.vocab_size}
     if request["op"] == "memory":
-        return {"peak_bytes": peak_bytes()}
+        # Engines that run in this process alone have no other peaks.
+        others: list[int] = getattr(engine, "worker_peaks", list)()
+        return {"peak_bytes": peak_bytes() + sum(others)}
     start = time.perf_counter()
     tokens = engine.generate(request["prompts"], request["new_tokens"])
     return {"seconds": time.perf_counter() - start, "tokens": tokens}

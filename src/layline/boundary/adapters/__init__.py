@@ -1,0 +1,1 @@
+"""Inputs and outputs of stages that are not a plain prepare and finish."""

@@ -1,0 +1,199 @@
+"""What a collective costs: its rows in a step, its payload and the bytes that each rank sends.
+
+The payload is the larger side of a collective, the input of a sum and the result of a gather, and
+the bytes on the wire are those of a ring (:func:`layline.comm.groups.wire_bytes`). Per token means
+for each token of the step when all slots are equally full; padding is counted in whole steps only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+
+from layline.boundary.layout import FULL_ROWS, Layout, TokenAxis, axis_size
+from layline.boundary.planning.moves import Ground
+from layline.boundary.planning.records import Op, OpKind, Place
+from layline.boundary.rows import RankRows, StepRows, rank_rows
+from layline.comm.groups import CollectiveKind, CollectiveRecord, wire_bytes
+from layline.topology import GroupName, Topology
+
+SCALE_BYTES = 4
+"""Of a quantised row's scale; see boundary.quantised."""
+
+
+class Extent(Enum):
+    """How many rows the larger side of a collective has."""
+
+    OWN = "attention rows"
+    SLICES = "attention rows, padded for attention TP"
+    EVERY = "every row"
+    CONTEXT = "rows of all CP ranks, padded"
+    SAMPLED = "sampled rows"
+    SCORES = "sampled rows of each rank"
+
+
+class Element(Enum):
+    """What type the values of a collective have.
+
+    SUMMED is that of partial sums and of the residual, OUTPUT that of a linear layer which sums
+    nothing, RUN that of weights and norms, SCORES that of the head. INPUT stands for whichever of
+    them a compute input arrives in.
+    """
+
+    SUMMED = "summed"
+    OUTPUT = "output"
+    RUN = "run"
+    SCORES = "scores"
+    INPUT = "input"
+
+
+@dataclass(frozen=True)
+class ElementSizes:
+    """Bytes of one value of each type."""
+
+    summed: int
+    output: int
+    run: int
+    scores: int
+
+    def of(self, element: Element) -> int:
+        """Bytes of one value."""
+        size: int = getattr(self, element.value)
+        return size
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One planned collective, the same on every rank of its group.
+
+    A ``quantised`` all-reduce runs in prefill as a gather of 8-bit rows with a scale each.
+    """
+
+    kind: CollectiveKind
+    group: GroupName
+    extent: Extent
+    columns: int
+    element: Element
+    in_compute: bool
+    quantised: bool = False
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Payload and wire bytes of one rank."""
+
+    payload: float = 0.0
+    wire: float = 0.0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.payload + other.payload, self.wire + other.wire)
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The numbers of one step that one rank's collectives depend on.
+
+    ``width`` is how many rows each CP rank pads its keys and values to, ``sampled`` how many rows
+    are scored on this attention DP rank.
+    """
+
+    topology: Topology
+    rows: RankRows
+    width: int
+    sampled: int
+
+    @classmethod
+    def of(
+        cls, step: StepRows, topology: Topology, sampled: int, *, prefill: bool = False
+    ) -> RankStep:
+        """The numbers of the rank that ``topology`` stands on; see RankRows for ``prefill``."""
+        width = max(step.counts[topology.coordinates.attn_dp])
+        return cls(topology, rank_rows(step, topology, prefill=prefill), width, sampled)
+
+    def num_rows(self, collective: Collective) -> int:
+        """Rows of the collective's larger side."""
+        topology, rows = self.topology, self.rows
+        return {
+            Extent.OWN: rows.own,
+            Extent.SLICES: rows.shard * topology.attn_tp,
+            Extent.EVERY: rows.total,
+            Extent.CONTEXT: self.width * topology.attn_cp,
+            Extent.SAMPLED: self.sampled,
+            Extent.SCORES: self.sampled * topology.size(collective.group),
+        }[collective.extent]
+
+
+def planned(op: Op, topology: Topology, columns: int, element: Element) -> Collective:
+    """The collective that a planned operation runs."""
+    assert op.is_collective
+    assert op.group is not None
+    return Collective(
+        kind=CollectiveKind(op.kind.value),
+        group=op.group,
+        extent=_extent(op, topology),
+        columns=columns,
+        element=element,
+        in_compute=op.place is Place.COMPUTE,
+        quantised=op.quantised,
+    )
+
+
+def _extent(op: Op, topology: Topology) -> Extent:
+    assert op.group is not None
+    larger, smaller = op.before, op.after
+    if op.kind is OpKind.ALL_GATHER:
+        larger, smaller = smaller, larger
+    divided = TokenAxis.ATTN_TP_SCATTER in smaller.sharded - larger.sharded
+    if divided and topology.size(op.group) == topology.attn_tp:
+        return Extent.SLICES
+    return Extent.EVERY if larger == FULL_ROWS else Extent.OWN
+
+
+def per_token(collective: Collective, ground: Ground, sizes: ElementSizes) -> Bytes:
+    """Bytes for each token of a step whose slots are equally full; for SAMPLED and SCORES, for each
+    sampled row of the rank.
+    """
+    topology = ground.topology
+    rows = {
+        Extent.OWN: _share(ground.attention, topology),
+        Extent.SLICES: _share(ground.attention, topology),
+        Extent.EVERY: Fraction(1),
+        Extent.CONTEXT: Fraction(1, topology.attn_dp),
+        Extent.SAMPLED: Fraction(1),
+        Extent.SCORES: Fraction(topology.size(collective.group)),
+    }[collective.extent]
+    payload = collective.columns * sizes.of(collective.element) * rows
+    return Bytes(float(payload), float(_wire(collective, topology) * payload))
+
+
+def _share(layout: Layout, topology: Topology) -> Fraction:
+    share = Fraction(1)
+    for axis in layout.sharded:
+        share /= axis_size(topology, axis)
+    return share
+
+
+def _wire(collective: Collective, topology: Topology) -> Fraction:
+    ranks = topology.size(collective.group)
+    # By the one formula: what a payload of as many bytes as there are ranks sends, exactly.
+    return Fraction(wire_bytes(collective.kind, ranks, ranks)) / ranks
+
+
+def step_records(
+    collectives: Iterable[Collective], step: RankStep, sizes: ElementSizes
+) -> list[CollectiveRecord]:
+    """The records that one rank must leave in one step, in order; without rows there is none."""
+    records = []
+    for one in collectives:
+        kind, rows, columns, size = one.kind, step.num_rows(one), one.columns, sizes.of(one.element)
+        if one.quantised and step.rows.prefill:
+            kind, size = CollectiveKind.ALL_GATHER, 1
+            rows, columns = rows * step.topology.size(one.group), columns + SCALE_BYTES
+        if rows * columns:
+            payload = rows * columns * size
+            records.append(
+                CollectiveRecord(kind, one.group, rows, columns, payload, one.in_compute)
+            )
+    return records

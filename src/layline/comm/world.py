@@ -1,0 +1,176 @@
+"""Bringing processes together: an explicit rendezvous, then a process group for each set of ranks.
+
+Nothing is read from the environment. Everything listens on the rendezvous' interface only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from layline.comm.collectives import Channel, TorchGroup
+from layline.errors import CollectiveError
+from layline.topology import GroupName, Topology
+
+LOOPBACK = "127.0.0.1"
+TCPStore: Any = distributed.TCPStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of a run meet.
+
+    Attributes:
+        port: Of the key-value store.
+        rank: Of this process, global.
+        world_size: All processes.
+        host: Of the store.
+        timeout_s: How long to wait for the others, here and in every gloo collective.
+        hosts_store: Whether this process runs the store; the default is that rank 0 does. Under
+            torchrun, or when a parent called :func:`host_store`, no rank does.
+    """
+
+    port: int
+    rank: int
+    world_size: int
+    host: str = LOOPBACK
+    timeout_s: float = 30.0
+    hosts_store: bool | None = None
+
+
+def host_store(host: str = LOOPBACK, port: int = 0, timeout_s: float = 30.0) -> Any:
+    """A store for the ranks to meet at, to be kept alive by a parent that is none of them.
+
+    Port 0 picks a free one; the store's ``port`` says which. It listens on ``host`` alone.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The store would listen on every interface if it opened the socket itself. It closes this one.
+    listener = socket.create_server((host, port), family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def open_world(rendezvous: Rendezvous, device: torch.device) -> None:
+    """Join the other ranks. Every rank calls this once, before :func:`make_groups`.
+
+    The backend follows ``device``: gloo for "cpu", NCCL for "cuda:N".
+
+    Raises CollectiveError when the others do not come in time.
+    """
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    here = rendezvous.rank
+    hosts = here == 0 if rendezvous.hosts_store is None else rendezvous.hosts_store
+    try:
+        if hosts:
+            store = host_store(rendezvous.host, rendezvous.port, rendezvous.timeout_s)
+        else:
+            store = TCPStore(rendezvous.host, rendezvous.port, timeout=timeout)
+        with _interface_of(rendezvous.host):
+            distributed.init_process_group(
+                backend_for(device),
+                store=store,
+                rank=here,
+                world_size=rendezvous.world_size,
+                timeout=timeout,
+            )
+    except (RuntimeError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CollectiveError(
+            f"rank {here} of {rendezvous.world_size} could not join at "
+            f"{rendezvous.host}:{rendezvous.port} (timeout {rendezvous.timeout_s:g} s): {reason}"
+        ) from error
+
+
+def make_groups(
+    topology: Topology,
+    device: torch.device,
+    *,
+    host: str = LOOPBACK,
+    timeout_s: float = 30.0,
+    verified: bool | None = None,
+) -> dict[GroupName, TorchGroup]:
+    """This rank's end of every group that has more than one rank.
+
+    All ranks call it after :func:`open_world`, with topologies that differ in ``rank`` alone: each
+    takes part in creating all groups, in one order. Names that stand for the same ranks share one
+    process group. ``verified`` (see TorchGroup) is by default on for gloo and off for NCCL.
+
+    Raises CollectiveError when the world has another size or rank than the topology.
+    """
+    if (distributed.get_world_size(), distributed.get_rank()) != (
+        topology.world_size,
+        topology.rank,
+    ):
+        raise CollectiveError(
+            f"this is rank {distributed.get_rank()} of {distributed.get_world_size()}; "
+            f"the topology says rank {topology.rank} of {topology.world_size}"
+        )
+    checks = device.type == "cpu" if verified is None else verified
+    channels: dict[tuple[int, ...], Channel] = {}
+    with _interface_of(host):
+        for ranks in _every_group(topology):
+            if ranks not in channels:
+                process_group = distributed.new_group(
+                    list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend_for(device)
+                )
+                channels[ranks] = Channel(process_group, ranks, device, timeout_s)
+    return {
+        name: TorchGroup(name, channels[topology.group(name)], verified=checks)
+        for name in GroupName
+        if topology.size(name) > 1
+    }
+
+
+def close_world() -> None:
+    """Leave the other ranks. Safe to call when the world was never opened."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def backend_for(device: torch.device) -> str:
+    """Which backend of torch.distributed serves a device. Raises CollectiveError for others."""
+    backends = {"cpu": "gloo", "cuda": "nccl"}
+    if device.type not in backends:
+        raise CollectiveError(f"device {device} has no collectives; expected cpu or cuda")
+    return backends[device.type]
+
+
+def _every_group(topology: Topology) -> Iterator[tuple[int, ...]]:
+    """All groups of more than one rank, of all ranks, in the order in which they are created."""
+    for name in GroupName:
+        if topology.size(name) > 1:
+            groups = {topology.at(rank).group(name) for rank in range(topology.world_size)}
+            yield from sorted(groups)
+
+
+@contextlib.contextmanager
+def _interface_of(host: str) -> Iterator[None]:
+    """Let gloo listen on the loopback interface while groups are made, if that is where we meet.
+
+    gloo takes the interface from the environment alone. A user's own choice is left as it is.
+    """
+    key = "GLOO_SOCKET_IFNAME"
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if host not in (LOOPBACK, "localhost", "::1") or key in os.environ or not loopback:
+        yield
+        return
+    os.environ[key] = loopback[0]
+    try:
+        yield
+    finally:
+        del os.environ[key]

@@ -1,0 +1,188 @@
+"""Run a model for a few steps and compare every collective of every rank with its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from layline.boundary.planning.compare import Comparison
+from layline.boundary.planning.cost import ElementSizes
+from layline.boundary.rows import BatchKind, kind_of
+from layline.comm.groups import CollectiveRecord
+from layline.config import EngineConfig
+from layline.engine.balance import MeshScheduler, SampleRow, StepRules
+from layline.engine.blocks import BlockPool
+from layline.engine.core import Engine
+from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
+from layline.engine.facts import ModelFacts
+from layline.engine.launch import launch
+from layline.engine.planned import ITEMSIZES, ModelPlan, element_sizes, plan_model
+from layline.engine.scheduler import BLOCK_SIZE, Scheduler
+from layline.engine.step import MeshStep
+from layline.layers.spans import Phase
+from layline.models.parallel import Shards
+from layline.sampling import SamplingParams
+from layline.weights.opening import open_checkpoint
+from layline.weights.quantized import FOUR_BIT, supported_encodings
+
+PROMPT_TOKENS = 16
+NEW_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step that ran, and by rank the collectives of it."""
+
+    step: MeshStep
+    records: Sequence[Sequence[CollectiveRecord]]
+
+
+@dataclass
+class Analysis:
+    """What ran beside what was planned. ``kinds`` counts the steps of each kind of batch."""
+
+    ranks: int
+    kinds: dict[str, int] = field(default_factory=dict)
+    comparison: Comparison = field(default_factory=Comparison)
+
+
+class RecordedExecutor:
+    """An executor that keeps every step and what each rank recorded of it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.num_blocks = executor.num_blocks
+        self.steps: list[RecordedStep] = []
+
+    def admit(self, request_id: int, attn_dp: int, spec: RowSpec, /) -> None:
+        """See Executor."""
+        self._executor.admit(request_id, attn_dp, spec)
+
+    def release(self, request_id: int, attn_dp: int, /) -> None:
+        """See Executor."""
+        self._executor.release(request_id, attn_dp)
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+        """See Executor."""
+        tokens = self._executor.execute(step, rows)
+        self.steps.append(RecordedStep(step, self._executor.collectives()))
+        return tokens
+
+    def collectives(self) -> list[list[CollectiveRecord]]:
+        """See Executor. The steps have taken them all."""
+        return self._executor.collectives()
+
+    def memory(self) -> MemoryUse:
+        """See Executor."""
+        return self._executor.memory()
+
+    def close(self, status: int = 0, /) -> None:
+        """See Executor."""
+        self._executor.close(status)
+
+
+def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
+    """Run the planned model on short prompts, one for each attention DP rank, and compare.
+
+    The prompts end at different steps, so that ranks idle in the last ones. Raises what a run can.
+    """
+    config = EngineConfig(**{**flags, "record_collectives": True})
+    model, executor = launch(config)
+    recorded = RecordedExecutor(executor)
+    try:
+        queues = [
+            Scheduler(
+                BlockPool(executor.num_blocks),
+                block_size=BLOCK_SIZE,
+                max_running=config.max_running,
+                prefill_tokens=config.prefill_tokens,
+            )
+            for _ in range(config.attn_dp)
+        ]
+        engine = Engine(model, MeshScheduler(queues, StepRules.of(config)), recorded)
+        requests = [
+            engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
+            for prompt, most in trial_prompts(plan)
+        ]
+        engine.run(requests)
+    finally:
+        executor.close()
+    return compare_steps(plan, recorded.steps, kernel_sizes(plan.facts, config))
+
+
+def trial_prompts(plan: ModelPlan) -> list[tuple[list[int], int]]:
+    """Token ids, and how many to generate, of each prompt: all of other lengths."""
+    topology = plan.spec.topology
+    # So that an input-scattered mesh gets a step whose rows divide.
+    length = -(-PROMPT_TOKENS // topology.tp) * topology.tp
+    limit = min(plan.facts.max_model_len - NEW_TOKENS - topology.attn_dp, length)
+    vocabulary = plan.facts.config.vocab_size
+    return [
+        (
+            [(index + rank) % vocabulary for index in range(max(1, limit - rank))],
+            NEW_TOKENS + topology.attn_dp - 1 - rank,
+        )
+        for rank in range(topology.attn_dp)
+    ]
+
+
+def compare_steps(
+    plan: ModelPlan, steps: Sequence[RecordedStep], sizes: Mapping[Phase, ElementSizes]
+) -> Analysis:
+    """Compare what each rank recorded of each step with the plan for that kind of batch.
+
+    ``sizes`` are those of the values that a rank's kernels return in a phase.
+    """
+    topology = plan.spec.topology
+    plans: dict[tuple[BatchKind, Phase], ModelPlan] = {}
+    analysis = Analysis(topology.tp)
+    for number, ran in enumerate(steps):
+        kind = kind_of(ran.step.rows, topology)
+        analysis.kinds[str(kind)] = analysis.kinds.get(str(kind), 0) + 1
+        for rank, records in enumerate(ran.records):
+            part = ran.step.parts[topology.at(rank).coordinates.attn_dp]
+            key = (kind, part.phase)
+            if key not in plans:
+                plans[key] = plan_model(plan.facts, plan.layers, kind, sizes[part.phase])
+            planned = plans[key].records(
+                ran.step.rows, rank, sum(part.samples), prefill=ran.step.prefills
+            )
+            where = f"step {number} ({kind}, {part.phase.value}), rank {rank}"
+            analysis.comparison.add(where, planned, records)
+    return analysis
+
+
+def kernel_sizes(facts: ModelFacts, config: EngineConfig) -> dict[Phase, ElementSizes]:
+    """Bytes of the values that this machine's kernels return, by phase."""
+    from layline.kernels.dense_matmul import wide_bfloat16_is_slow
+
+    assumed = element_sizes(facts, config.device)
+    scores = scores_bytes(facts, config) if facts.packed else assumed.run
+    decode = replace(assumed, scores=scores)
+    wide = config.device == "cpu" and facts.dtype == "bfloat16" and wide_bfloat16_is_slow()
+    return {
+        Phase.DECODE: decode,
+        Phase.PREFILL: replace(decode, output=4) if wide else decode,
+    }
+
+
+def scores_bytes(facts: ModelFacts, config: EngineConfig) -> int:
+    """Bytes of a score where the head is packed: what its kernel accumulates in."""
+    from layline.kernels.packed_matmul import ROW_ALIGNMENT, has_vnni
+
+    checkpoint = open_checkpoint(config.model, seed=config.seed)
+    try:
+        infos = checkpoint.infos()
+        name = "lm_head.weight"
+        if facts.config.tied_head or name not in infos:
+            name = "model.embed_tokens.weight"
+        encoding = infos[name].encoding
+    finally:
+        checkpoint.close()
+    run = ITEMSIZES[facts.dtype]
+    if encoding not in supported_encodings():
+        return run
+    aligned = Shards(facts.config, facts.spec.topology).vocab_rows % ROW_ALIGNMENT == 0
+    as_int4 = aligned and encoding in FOUR_BIT
+    return 4 if has_vnni() and not as_int4 else run

@@ -1,0 +1,138 @@
+"""Scheduling over attention DP: one decision-maker, a queue and a block pool for every DP rank.
+
+Every step is one for the whole mesh: each DP rank prefills, decodes or idles in it. Pure Python;
+the same arrivals always give the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layline.boundary.layout import BatchVariant
+from layline.boundary.rows import DpPadding, StepRows
+from layline.config import EngineConfig
+from layline.engine.context_split import split_context
+from layline.engine.request import Request
+from layline.engine.scheduler import Scheduler, StepPlan
+from layline.engine.step import IDLE, MeshStep, RankStep
+from layline.layers.spans import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A row that is sampled: whose it is, and how many tokens the request has by now."""
+
+    request_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """What the schedulers decided: a plan or None for each DP rank, and the step they add up to."""
+
+    parts: tuple[StepPlan | None, ...]
+    step: MeshStep
+
+    @property
+    def sampling(self) -> list[list[Request]]:
+        """By DP rank, the requests whose last row is sampled, in row order."""
+        return [
+            [] if part is None else [entry.request for entry in part.entries if entry.samples]
+            for part in self.parts
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRules:
+    """What decides the rows and the batch variant of a step."""
+
+    tp: int = 1
+    attn_cp: int = 1
+    sequence_parallel: bool = False
+    input_scattered: bool = False
+    padding: DpPadding = DpPadding.MAX_LEN
+    cp_layout: str = "contiguous"
+
+    @classmethod
+    def of(cls, engine: EngineConfig) -> StepRules:
+        """The rules that a configuration asks for."""
+        return cls(
+            tp=engine.tp,
+            attn_cp=engine.attn_cp,
+            sequence_parallel=engine.sequence_parallel,
+            input_scattered=engine.input_scattered,
+            padding=DpPadding(engine.dp_padding),
+            cp_layout=engine.cp_layout,
+        )
+
+    def rows(self, parts: Sequence[RankStep]) -> StepRows:
+        """Rows and variant of a step made of ``parts``."""
+        counts = tuple((part.num_tokens,) * self.attn_cp for part in parts)
+        variant = self._variant(parts, sum(part.num_tokens for part in parts))
+        if variant is BatchVariant.CONTEXT_PARALLEL:
+            counts = tuple(self._divided(part) for part in parts)
+        return StepRows(variant, counts, self.padding)
+
+    def _variant(self, parts: Sequence[RankStep], tokens: int) -> BatchVariant:
+        prefills = all(part.phase is Phase.PREFILL for part in parts if part.spans)
+        if self.sequence_parallel and prefills:
+            return BatchVariant.SEQUENCE_PARALLEL
+        if self.input_scattered and tokens % self.tp == 0:
+            return BatchVariant.INPUT_SCATTERED
+        if self.attn_cp > 1 and prefills:
+            return BatchVariant.CONTEXT_PARALLEL
+        return BatchVariant.ORDINARY
+
+    def _divided(self, part: RankStep) -> tuple[int, ...]:
+        counts = [0] * self.attn_cp
+        for span in part.spans:
+            for rank, ranges in enumerate(split_context(span.count, self.attn_cp, self.cp_layout)):
+                counts[rank] += sum(map(len, ranges))
+        return tuple(counts)
+
+
+class MeshScheduler:
+    """Gives each new request to the DP rank with the least reserved tokens; ties to the lowest."""
+
+    def __init__(self, parts: Sequence[Scheduler], rules: StepRules) -> None:
+        self.parts = tuple(parts)
+        self._rules = rules
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run, on all DP ranks."""
+        return sum(part.num_unfinished for part in self.parts)
+
+    def add(self, request: Request) -> None:
+        """Queue a request and set its ``attn_dp``."""
+        loads = [part.reserved_tokens for part in self.parts]
+        request.attn_dp = loads.index(min(loads))
+        self.parts[request.attn_dp].add(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a finished or aborted request and free its blocks; a second call does nothing."""
+        self.parts[request.attn_dp].remove(request)
+
+    def next_step(self) -> MeshPlan | None:
+        """The next step of the mesh, or None when no DP rank has anything to run."""
+        plans = tuple(part.next_step() for part in self.parts)
+        if not any(plans):
+            return None
+        parts = tuple(IDLE if plan is None else _rank_step(plan) for plan in plans)
+        return MeshPlan(plans, MeshStep(parts, self._rules.rows(parts)))
+
+    def complete(self, plan: MeshPlan) -> None:
+        """Record that the step's tokens are in the cache."""
+        for scheduler, part in zip(self.parts, plan.parts, strict=True):
+            if part is not None:
+                scheduler.complete(part)
+
+
+def _rank_step(plan: StepPlan) -> RankStep:
+    return RankStep(
+        plan.phase,
+        tuple(entry.span for entry in plan.entries),
+        plan.token_ids,
+        tuple(entry.samples for entry in plan.entries),
+    )

@@ -1,0 +1,191 @@
+"""Joining a world that torchrun started: rank 0 drives, and every process is one rank.
+
+Control connections are TCP, on loopback unless the world spans machines; address and a random
+token pass through torchrun's own store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+from layline.config import EngineConfig, elastic_environment, threads_of_rank
+from layline.engine.executor import Executor
+from layline.errors import RunError, UsageError
+from layline.topology import Topology
+
+JOIN_S = 300.0
+"""How long processes of one world may take to come together."""
+LOOPBACK = "127.0.0.1"
+_GREETING_S = 5.0
+_KEY = "layline/control"
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among torchrun's."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def leads(self) -> bool:
+        """True for the process that drives the run and speaks with the user."""
+        return self.rank == 0
+
+    @property
+    def spans_machines(self) -> bool:
+        """True when some ranks are on another machine."""
+        return self.local_size < self.size
+
+    def check(self, topology: Topology) -> None:
+        """Raise UsageError when the mesh needs another number of processes."""
+        if topology.world_size != self.size:
+            raise UsageError(
+                f"tp {topology.tp} needs {topology.world_size} processes, but torchrun started "
+                f"{self.size}; expected tp {self.size}, or --nproc-per-node {topology.world_size}"
+            )
+
+
+def joined_world() -> World | None:
+    """The world that torchrun started this process in, or None."""
+    found = elastic_environment()
+    return None if found is None else World(*found)
+
+
+def meet() -> Any:
+    """The store that all processes of the world share."""
+    from torch.distributed.rendezvous import rendezvous
+
+    return next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))[0]
+
+
+def lead(engine: EngineConfig, world: World) -> Executor:
+    """Drive the run from rank 0, whose own part runs in a thread of this process."""
+    from layline.engine.ranks import RankLink, rank_title
+    from layline.engine.remote import RemoteExecutor
+    from layline.engine.supervisor import Supervisor
+    from layline.engine.wire import Start
+
+    topology = engine.topology()
+    store = meet()
+    control = Control(world)
+    store.set(_KEY, control.invitation)
+
+    def open_ranks() -> Iterator[RankLink]:
+        ours, theirs = socket.socketpair()
+        _serve_in_thread(theirs, store)
+        socks = {0: ours, **control.accept()}
+        for rank, sock in sorted(socks.items()):
+            yield RankLink(rank, rank_title(topology.at(rank)), sock)
+
+    threads = threads_of_rank(engine.threads, world.local_size)
+    executor = RemoteExecutor(Supervisor(open_ranks), topology)
+    try:
+        executor.start(
+            [
+                Start(
+                    engine=asdict(engine),
+                    rank=rank,
+                    host=control.host,
+                    meeting="",
+                    threads=threads,
+                    device=rank % world.local_size,
+                    local_ranks=world.local_size,
+                )
+                for rank in range(world.size)
+            ]
+        )
+    except BaseException:
+        executor.close(1)
+        raise
+    return executor
+
+
+def follow(world: World) -> int:
+    """Be one of the other ranks until rank 0 is done. Returns the exit status it gave."""
+    from layline.engine.wire import Connection, Hello
+    from layline.engine.worker import serve
+
+    store = meet()
+    host, port, token = store.get(_KEY).decode().split()
+    try:
+        sock = socket.create_connection((host, int(port)), timeout=JOIN_S)
+    except OSError as error:
+        raise RunError(f"rank {world.rank} cannot reach rank 0 at {host}:{port}: {error}") from None
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.sendall(f"{token} {world.rank:8}".encode())
+    return serve(Connection(sock), Hello(world.rank), owns_process=True, store=store)
+
+
+class Control:
+    """Rank 0's listening socket, and who may connect to it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._token = secrets.token_hex(16)
+        self.host = os.environ["MASTER_ADDR"] if world.spans_machines else LOOPBACK
+        self._listener = socket.create_server((self.host, 0), backlog=world.size)
+        port = self._listener.getsockname()[1]
+        self.invitation = f"{self.host} {port} {self._token}"
+
+    def accept(self) -> dict[int, socket.socket]:
+        """The connections of all other ranks, by rank. Raises RunError when one does not come."""
+        found: dict[int, socket.socket] = {}
+        deadline = monotonic() + JOIN_S
+        with self._listener:
+            while len(found) < self._world.size - 1:
+                left = deadline - monotonic()
+                self._listener.settimeout(max(left, 0.01))
+                try:
+                    sock = self._listener.accept()[0]
+                except TimeoutError:
+                    missing = sorted(set(range(1, self._world.size)) - set(found))
+                    raise RunError(f"ranks {missing} did not join within {JOIN_S:g} s") from None
+                rank = self._greeting(sock)
+                if rank is None or rank in found:
+                    sock.close()
+                    continue
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                found[rank] = sock
+        return found
+
+    def _greeting(self, sock: socket.socket) -> int | None:
+        """The rank of whoever connected, or None for a stranger."""
+        expected = len(self._token) + 9
+        sock.settimeout(_GREETING_S)
+        data = b""
+        with contextlib.suppress(OSError):
+            while len(data) < expected:
+                more = sock.recv(expected - len(data))
+                if not more:
+                    break
+                data += more
+        token, _, rank = data.decode("ascii", errors="replace").partition(" ")
+        known = hmac.compare_digest(token.encode(), self._token.encode())
+        if not known or not rank.strip().isdecimal() or not 0 < int(rank) < self._world.size:
+            return None
+        return int(rank)
+
+
+def _serve_in_thread(sock: socket.socket, store: Any) -> None:
+    from layline.engine.wire import Connection, Hello
+    from layline.engine.worker import serve
+
+    def run() -> None:
+        with sock:
+            serve(Connection(sock), Hello(0), owns_process=False, store=store)
+
+    threading.Thread(target=run, name="layline-rank-0", daemon=True).start()

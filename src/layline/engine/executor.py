@@ -1,0 +1,119 @@
+"""Between the engine, which schedules and writes text, and the models, wherever they run.
+
+No torch here: whoever drives models in other processes needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from layline.comm.groups import CollectiveRecord
+from layline.engine.balance import SampleRow
+from layline.engine.step import MeshStep, RankStep
+from layline.layers.sampling_state import RowState
+from layline.sampling import SamplingParams, TokenLogprobs
+
+Token = tuple[int, TokenLogprobs | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSpec:
+    """What a RowState is made from, wherever the request's rows are sampled."""
+
+    params: SamplingParams
+    seed: int
+    valid_vocab: int
+    prompt_ids: Sequence[int]
+    eos_ids: frozenset[int]
+    banned_ids: frozenset[int]
+
+    def state(self) -> RowState:
+        """A fresh state. Raises SamplingError for parameters that name ids which do not exist."""
+        return RowState(
+            self.params,
+            seed=self.seed,
+            valid_vocab=self.valid_vocab,
+            prompt_ids=self.prompt_ids,
+            eos_ids=self.eos_ids,
+            banned_ids=self.banned_ids,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes over all ranks, and the ranks' processes beside this one: peaks of resident memory."""
+
+    weights: int
+    kv_cache: int
+    worker_peaks: tuple[int, ...] = ()
+
+
+class Executor(Protocol):
+    """Runs steps on every rank of a mesh. Calls come from one thread at a time."""
+
+    num_blocks: int
+    """Cache blocks of each attention DP rank, block 0 included."""
+
+    def admit(self, request_id: int, attn_dp: int, spec: RowSpec, /) -> None:
+        """Make a request known before its first sampled row. Raises SamplingError."""
+
+    def release(self, request_id: int, attn_dp: int, /) -> None:
+        """Forget a request; one that is not known is no error."""
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+        """Run a step; by DP rank, the tokens of its sampled rows in order.
+
+        A step may be given again: as long as its rows' indices are the same, so are its tokens.
+        Raises RunError when a row has no token or a rank failed.
+        """
+
+    def memory(self) -> MemoryUse:
+        """What the ranks hold."""
+
+    def collectives(self) -> list[list[CollectiveRecord]]:
+        """By rank, the collectives since the last call, in order; recorded where asked for."""
+
+    def close(self, status: int = 0, /) -> None:
+        """End what runs elsewhere, which exits with ``status``; a second call does nothing."""
+
+
+class SamplingRows:
+    """The requests of one DP rank as its sampler sees them."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, RowState] = {}
+
+    def admit(self, request_id: int, spec: RowSpec) -> None:
+        """Add a request. Raises SamplingError."""
+        self._states[request_id] = spec.state()
+
+    def release(self, request_id: int) -> None:
+        """Drop a request, if it is there."""
+        self._states.pop(request_id, None)
+
+    def at(self, part: RankStep, rows: Sequence[SampleRow]) -> list[RowState]:
+        """The states for this step's draws.
+
+        A request's latest token is the one that its sampled row is fed, so a state follows the
+        plan and not the draws: a step that is run a second time draws the same.
+        """
+        states = []
+        for row, fed in zip(rows, _sampled_inputs(part), strict=True):
+            state = self._states[row.request_id]
+            if state.num_produced < row.index:
+                state.append(fed)
+            assert state.num_produced == row.index, "a request's tokens are fed one by one"
+            states.append(state)
+        return states
+
+
+def _sampled_inputs(part: RankStep) -> list[int]:
+    """The token ids of the rows that are sampled: the last of each span that samples."""
+    inputs, row = [], -1
+    for span, samples in zip(part.spans, part.samples, strict=True):
+        row += span.count
+        if samples:
+            inputs.append(part.token_ids[row])
+    return inputs

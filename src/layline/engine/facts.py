@@ -1,0 +1,136 @@
+"""What is settled about a model before any weight is read or any worker starts. No torch here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from layline.boundary.mesh import MeshSpec
+from layline.boundary.policy import resolve_policy
+from layline.config import EngineConfig
+from layline.errors import UsageError
+from layline.models.config import DecoderConfig
+from layline.models.parallel import check_degrees
+from layline.models.registry import family_of
+from layline.text.tokenizer import Tokenizer, load_tokenizer
+from layline.weights.checkpoint import Checkpoint
+from layline.weights.opening import open_checkpoint
+
+PLAIN_ENCODINGS = frozenset({"F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model's configuration and what the run makes of it.
+
+    ``dtype`` is that of weights and arithmetic; ``packed`` keeps quantised matrices quantised for
+    decode. ``spec`` is the mesh as rank 0 sees it, ``policy_reason`` says where its policy comes
+    from.
+    """
+
+    config: DecoderConfig
+    spec: MeshSpec
+    policy_reason: str
+    dtype: str
+    packed: bool
+    max_model_len: int
+    cp_layout: str
+
+    def on_rank(self, rank: int) -> ModelFacts:
+        """The same facts, with the mesh as ``rank`` sees it."""
+        return replace(self, spec=replace(self.spec, topology=self.spec.topology.at(rank)))
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the engine needs of a model: facts and text, no weights."""
+
+    facts: ModelFacts
+    tokenizer: Tokenizer
+
+    @property
+    def valid_vocab(self) -> int:
+        """Ids that may be sampled: rows beyond the tokenizer's vocabulary are padding."""
+        return min(self.tokenizer.vocab_size, self.facts.config.vocab_size)
+
+
+def open_model(engine: EngineConfig) -> tuple[ServedModel, Checkpoint]:
+    """The model that ``engine`` names and its open checkpoint, of which no weight is read yet.
+
+    Raises UsageError or CheckpointError with one line that names the value or file at fault.
+    """
+    checkpoint = open_checkpoint(engine.model, seed=engine.seed)
+    try:
+        facts = resolve(engine, checkpoint)
+        return ServedModel(facts, load_tokenizer(checkpoint)), checkpoint
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
+    """The facts of a run. Raises UsageError when the configuration does not fit the model."""
+    config = family_of(checkpoint.config).parse(checkpoint.config)
+    dtype, packed = resolve_dtype(engine, checkpoint)
+    spec, reason = resolve_mesh(engine, config)
+    return ModelFacts(
+        config=config,
+        spec=spec,
+        policy_reason=reason,
+        dtype=dtype,
+        packed=packed,
+        max_model_len=resolve_context(engine, config),
+        cp_layout=engine.cp_layout,
+    )
+
+
+def resolve_mesh(engine: EngineConfig, config: DecoderConfig) -> tuple[MeshSpec, str]:
+    """The mesh and the reason for its policy. Raises UsageError for degrees that do not divide."""
+    topology = engine.topology()
+    check_degrees(config, topology)
+    policy, reason = resolve_policy(engine.boundary_reduction, config.architecture)
+    spec = MeshSpec(
+        topology=topology,
+        policy=policy,
+        sequence_parallel=engine.sequence_parallel,
+        input_scattered=engine.input_scattered,
+        quantised_all_reduce=engine.quantised_all_reduce,
+    )
+    return spec, reason
+
+
+def resolve_dtype(engine: EngineConfig, checkpoint: Checkpoint) -> tuple[str, bool]:
+    """The run's dtype, and whether quantised weights stay quantised for decode.
+
+    ``auto`` keeps the checkpoint's dtype; quantised files run in bfloat16; FP16 files run in FP32
+    on the CPU, which is exact where most CPUs have no FP16 arithmetic.
+    """
+    encodings = Counter(
+        info.encoding for info in checkpoint.infos().values() if len(info.shape) > 1
+    )
+    common = encodings.most_common(1)[0][0] if encodings else None
+    quantised = common is not None and common not in PLAIN_ENCODINGS
+    on_cpu = engine.device == "cpu"
+    if engine.dtype != "auto":
+        return engine.dtype, False
+    if quantised:
+        return "bfloat16", on_cpu
+    if common is None:
+        named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
+        common = {"float16": "F16", "bfloat16": "BF16"}.get(named, "F32")
+    if common == "F16":
+        return ("float32" if on_cpu else "float16"), False
+    return ("bfloat16" if common == "BF16" else "float32"), False
+
+
+def resolve_context(engine: EngineConfig, config: DecoderConfig) -> int:
+    """Tokens a sequence may have. Raises UsageError for more than the model was made for."""
+    limit = config.max_position
+    if config.rope.kind == "dynamic":
+        limit = int(limit * config.rope.factor)
+    wanted = engine.max_model_len
+    if wanted is not None and wanted > limit:
+        raise UsageError(
+            f"max_model_len {wanted} is beyond the model's context; expected <= {limit}"
+        )
+    return wanted or limit

@@ -1,0 +1,141 @@
+"""Where a model runs: in this process, in workers started here, or in torchrun's processes.
+
+Whatever can be refused is refused before a worker starts or a weight is read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from layline.config import EngineConfig, threads_of_rank
+from layline.engine.executor import Executor
+from layline.engine.facts import ServedModel, open_model
+
+LOOPBACK = "127.0.0.1"
+
+
+def launch(engine: EngineConfig) -> tuple[ServedModel, Executor]:
+    """Open a model and start what runs it.
+
+    Raises UsageError or CheckpointError with a one-line message, RunError when a rank fails.
+    """
+    from layline.engine import elastic
+
+    joined = elastic.joined_world()
+    if joined is not None:
+        joined.check(engine.topology())
+    model, checkpoint = open_model(engine)
+    try:
+        if engine.topology().is_single:
+            from layline.engine.local import LocalExecutor
+            from layline.engine.model import load_alone
+
+            return model, LocalExecutor(load_alone(engine, model.facts, checkpoint))
+    finally:
+        checkpoint.close()
+    if joined is not None:
+        return model, elastic.lead(engine, joined)
+    return model, spawn(engine)
+
+
+def spawn(engine: EngineConfig) -> Executor:
+    """Start a worker for every rank on this machine and load the model in them."""
+    from layline.engine.ranks import RankLink, rank_title
+    from layline.engine.remote import RemoteExecutor
+    from layline.engine.supervisor import Supervisor
+    from layline.engine.wire import Start
+
+    topology = engine.topology()
+    ranks = topology.world_size
+    require_devices(engine, ranks)
+    threads = threads_of_rank(engine.threads, ranks)
+    # Ranks find each other through a file that nobody else can read: no port, no address.
+    meeting = Path(tempfile.mkdtemp(prefix="layline-"))
+
+    def open_ranks() -> Iterator[RankLink]:
+        for rank in range(ranks):
+            log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its rank
+            command = worker_command(rank)
+            ours, process = start_rank(command, worker_environment(threads), log.fileno())
+            yield RankLink(rank, rank_title(topology.at(rank)), ours, process, log)
+
+    supervisor = Supervisor(open_ranks, on_end=lambda: shutil.rmtree(meeting, ignore_errors=True))
+    executor = RemoteExecutor(supervisor, topology)
+    try:
+        executor.start(
+            [
+                Start(
+                    engine=asdict(engine),
+                    rank=rank,
+                    host=LOOPBACK,
+                    meeting=str(meeting / "ranks"),
+                    threads=threads,
+                    device=rank,
+                    local_ranks=ranks,
+                )
+                for rank in range(ranks)
+            ]
+        )
+    except BaseException:
+        executor.close()
+        raise
+    return executor
+
+
+def require_devices(engine: EngineConfig, local_ranks: int) -> None:
+    """Raise UsageError when this machine has fewer CUDA devices than ranks."""
+    if engine.device == "cuda":
+        from layline.engine.model import resolve_device
+
+        resolve_device(engine.device, 0, local_ranks)
+
+
+def worker_command(rank: int) -> list[str]:
+    """The command of a rank's process, without the descriptor of its connection and our id."""
+    # -P: the folder one happens to be in must not shadow a library.
+    return [sys.executable, "-P", "-m", "layline.engine.worker", str(rank)]
+
+
+def start_rank(
+    command: list[str], environment: Mapping[str, str], log: int
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a rank's process; our end of its connection, and the process.
+
+    It gets the descriptor of its end and our process id as further arguments. It is in a process
+    group of its own, so that Ctrl-C reaches the driver alone, which then ends the ranks in order.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            process_group=0,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return ours, process
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Our environment, with this package to be found and a rank's threads."""
+    environment = dict(os.environ)
+    package = str(Path(__file__).parents[2])
+    known = environment.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = f"{known}{os.pathsep}{package}" if known else package
+    environment["OMP_NUM_THREADS"] = str(threads)
+    return environment

@@ -1,0 +1,196 @@
+"""A model's plan for one kind of batch: its lines, and what a step of it costs. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from layline.boundary.contracts import StageDeclaration
+from layline.boundary.factories import link_stages
+from layline.boundary.layout import BatchVariant
+from layline.boundary.mesh import MeshSpec
+from layline.boundary.planning.cost import Bytes, Collective, ElementSizes, RankStep, step_records
+from layline.boundary.planning.moves import Ground, batch_kinds
+from layline.boundary.planning.show import Line, counted, lines_of
+from layline.boundary.planning.stage import StagePlan
+from layline.boundary.planning.walk import plan_layers
+from layline.boundary.rows import BatchKind, DpPadding, StepRows, effective_padding
+from layline.comm.groups import CollectiveRecord, wire_bytes
+from layline.config import EngineConfig
+from layline.engine.facts import ModelFacts, resolve
+from layline.errors import UsageError, one_of
+from layline.models.collectives import compute_collectives
+from layline.models.footprint import Footprint, footprint
+from layline.models.registry import family_of
+from layline.topology import GroupName
+from layline.weights.opening import open_checkpoint
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DECODE_TOKENS = 1
+PREFILL_TOKENS = 512
+NEEDS = {
+    BatchVariant.CONTEXT_PARALLEL: "--attn-cp above 1",
+    BatchVariant.INPUT_SCATTERED: "--input-scattered",
+    BatchVariant.SEQUENCE_PARALLEL: "--sequence-parallel",
+}
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model on one mesh, for one kind of batch; ``stages`` hold the others too.
+
+    ``lines`` are those of a step in the order in which ranks run them.
+    """
+
+    facts: ModelFacts
+    layers: tuple[tuple[StageDeclaration, ...], ...]
+    kind: BatchKind
+    sizes: ElementSizes
+    stages: tuple[StagePlan, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def spec(self) -> MeshSpec:
+        """The mesh."""
+        return self.facts.spec
+
+    @property
+    def ground(self) -> Ground:
+        """The mesh and the kind of batch."""
+        return Ground(self.spec, self.kind)
+
+    @property
+    def distinct(self) -> dict[Line, int]:
+        """Distinct lines, and how often each occurs."""
+        return counted(self.lines)
+
+    @property
+    def footprint(self) -> Footprint:
+        """Memory of one rank."""
+        itemsize = ITEMSIZES[self.facts.dtype]
+        return footprint(self.facts.config, self.spec.topology, itemsize)
+
+    def collectives(self) -> Iterator[Collective]:
+        """Those of a step, in order."""
+        for line in self.lines:
+            yield from line.collectives
+
+    def records(
+        self, step: StepRows, rank: int, sampled: int, *, prefill: bool = False
+    ) -> list[CollectiveRecord]:
+        """What ``rank`` must record in a step in which its DP rank scores ``sampled`` rows.
+
+        ``prefill`` tells that every DP rank with rows prefills.
+        """
+        topology = self.spec.topology.at(rank)
+        numbers = RankStep.of(step, topology, sampled, prefill=prefill)
+        return step_records(self.collectives(), numbers, self.sizes)
+
+
+def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
+    """Plan ``model`` as ``flags``, keywords of EngineConfig, say; reads no weights.
+
+    Raises UsageError for degrees that do not fit the model and for a variant that the mesh does not
+    bind, DeclarationError for an edge that has no correct transition on it.
+    """
+    engine = EngineConfig(**{**flags, "model": model})
+    checkpoint = open_checkpoint(model)
+    try:
+        facts = resolve(engine, checkpoint)
+        layers = linked_layers(facts, checkpoint.config)
+    finally:
+        checkpoint.close()
+    kind = kind_for(facts.spec, variant, engine.dp_padding)
+    return plan_model(facts, layers, kind, element_sizes(facts, engine.device))
+
+
+def linked_layers(
+    facts: ModelFacts, config: Mapping[str, object]
+) -> tuple[tuple[StageDeclaration, ...], ...]:
+    """The stages of every layer, as the model's layers link them; ``config`` is config.json's."""
+    return tuple(
+        link_stages(layer.attn, layer.ffn, previous=layer.previous, terminal=layer.terminal)
+        for layer in family_of(config).stack(facts.config)
+    )
+
+
+def plan_model(
+    facts: ModelFacts,
+    layers: tuple[tuple[StageDeclaration, ...], ...],
+    kind: BatchKind,
+    sizes: ElementSizes,
+) -> ModelPlan:
+    """Plan a stack. Raises DeclarationError for an edge that the mesh has no transition for."""
+    stages = plan_layers(layers, facts.spec)
+    compute = compute_collectives(facts.config, facts.spec, kind)
+    lines = tuple(lines_of(stages, Ground(facts.spec, kind), compute))
+    return ModelPlan(facts, layers, kind, sizes, stages, lines)
+
+
+def element_sizes(facts: ModelFacts, device: str) -> ElementSizes:
+    """Bytes of values as the plan assumes them: sums and the residual are FP32 on the CPU."""
+    run = ITEMSIZES[facts.dtype]
+    summed = 4 if device == "cpu" else run
+    return ElementSizes(summed=summed, output=run, run=run, scores=run)
+
+
+def kind_for(spec: MeshSpec, variant: str, padding: str) -> BatchKind:
+    """The kind of batch with this variant. Raises UsageError for one the mesh does not bind."""
+    known = [each.value for each in BatchVariant]
+    if variant not in known:
+        raise UsageError(one_of("--variant", variant, known))
+    wanted = BatchVariant(variant)
+    effective = effective_padding(spec.topology, DpPadding(padding))
+    kinds = batch_kinds(spec)
+    for kind in kinds:
+        if kind.variant is wanted and kind.padding is effective:
+            return kind
+    bound = ", ".join(dict.fromkeys(kind.variant.value for kind in kinds))
+    raise UsageError(
+        f"--variant {variant} is not bound on this mesh; it needs {NEEDS[wanted]} (bound: {bound})"
+    )
+
+
+@dataclass(frozen=True)
+class GroupTotal:
+    """The collectives of one group in a step, those of compute apart."""
+
+    group: GroupName
+    in_compute: bool
+    count: int
+    bytes: Bytes
+
+
+def example_steps(plan: ModelPlan) -> dict[int, StepRows]:
+    """Steps with equally full slots, by tokens on each attention DP rank, that this kind can be."""
+    topology = plan.spec.topology
+    if plan.kind.variant is BatchVariant.ORDINARY:
+        tokens = [DECODE_TOKENS, PREFILL_TOKENS]
+    else:
+        # The other kinds are for prompts; an input-scattered one divides by TP.
+        unit = topology.tp if plan.kind.variant is BatchVariant.INPUT_SCATTERED else 1
+        tokens = [-(-PREFILL_TOKENS // unit) * unit]
+    steps = {}
+    for count in tokens:
+        counts: tuple[int, ...] = (count,) * topology.attn_cp
+        if plan.kind.variant is BatchVariant.CONTEXT_PARALLEL:
+            least, more = divmod(count, topology.attn_cp)
+            counts = tuple(least + (rank < more) for rank in range(topology.attn_cp))
+        padding = plan.kind.padding or DpPadding.MAX_LEN
+        steps[count] = StepRows(plan.kind.variant, (counts,) * topology.attn_dp, padding)
+    return steps
+
+
+def totals(plan: ModelPlan, step: StepRows) -> list[GroupTotal]:
+    """Totals of rank 0 in a step that scores one row on each attention DP rank."""
+    found: dict[tuple[GroupName, bool], tuple[int, Bytes]] = {}
+    for record in plan.records(step, 0, 1):
+        ranks = plan.spec.topology.size(record.group)
+        count, num_bytes = found.get((record.group, record.in_compute), (0, Bytes()))
+        wire = wire_bytes(record.kind, record.payload_bytes, ranks)
+        found[record.group, record.in_compute] = (
+            count + 1,
+            num_bytes + Bytes(record.payload_bytes, wire),
+        )
+    return [GroupTotal(*key, *value) for key, value in found.items()]

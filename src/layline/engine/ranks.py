@@ -1,0 +1,123 @@
+"""One rank as the driver sees it: its connection, its process, and what is known of its end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import IO
+
+from layline import errors
+from layline.engine.wire import Failed, FrameReader, FromRank, from_rank_reader
+from layline.errors import LaylineError, RunError
+from layline.topology import Topology
+
+_TAIL = 4000
+
+
+class Sign(Enum):
+    """How a rank showed that something is wrong."""
+
+    REPORTED = "it said so"
+    SILENT = "no heartbeat"
+    GARBLED = "it sent what is no message"
+    ENDED = "its connection ended"
+
+
+class UnexpectedError(Exception):
+    """An exception of a rank that is none of Layline's."""
+
+
+@dataclass
+class RankLink:
+    """A rank's control connection. ``process`` and ``log`` are None where others started it."""
+
+    rank: int
+    title: str
+    sock: socket.socket
+    process: subprocess.Popen[bytes] | None = None
+    log: IO[bytes] | None = None
+    reader: FrameReader[FromRank] = field(default_factory=from_rank_reader)
+    outgoing: bytearray = field(default_factory=bytearray)
+    silent_s: float = 0.0
+    greeted: bool = False
+    closed: bool = False
+    sign: Sign | None = None
+    detail: str = ""
+    report: Failed | None = None
+
+    def reported(self) -> Exception:
+        """The error that the rank said it has."""
+        assert self.report is not None
+        error = rebuilt(self.report.error, self.report.message)
+        error.add_note(f"{self.title}:\n{self.report.traceback}")
+        return error
+
+    def gone(self, silence_s: float) -> RunError:
+        """The error for a rank that does not answer any more."""
+        if self.sign is Sign.SILENT:
+            what = f"stopped answering: no heartbeat for {silence_s:g} s"
+        elif self.sign is Sign.GARBLED:
+            what = f"sent {self.detail}"
+        else:
+            what = f"ended unexpectedly{self._exit_text()}"
+        error = RunError(f"{self.title} {what}; the run is over")
+        tail = self._log_tail()
+        if tail:
+            error.add_note(f"{self.title} printed:\n{tail}")
+        return error
+
+    def ended(self) -> bool:
+        """True when the rank's process, or where others own that its connection, has ended."""
+        return self.closed if self.process is None else self.process.poll() is not None
+
+    def kill(self) -> None:
+        """End the process and the connection, whatever state they are in."""
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                self.process.kill()
+            self.process.wait()
+        self.closed = True
+        self.sock.close()
+        if self.log is not None:
+            self.log.close()
+
+    def _exit_text(self) -> str:
+        if self.process is None:
+            return ""
+        try:
+            status = self.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        if status < 0:
+            with contextlib.suppress(ValueError):
+                return f", killed by {signal.Signals(-status).name}"
+        return f" with exit status {status}"
+
+    def _log_tail(self) -> str:
+        if self.log is None:
+            return ""
+        self.log.seek(0, 2)
+        self.log.seek(max(0, self.log.tell() - _TAIL))
+        return self.log.read().decode("utf-8", errors="replace").strip()
+
+
+def rebuilt(name: str, message: str) -> Exception:
+    """An error of another process, by its class's name; one of ours keeps its exit status."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, LaylineError):
+        return kind(message)
+    return UnexpectedError(f"internal error: {name}: {message}")
+
+
+def rank_title(topology: Topology) -> str:
+    """How messages name the rank that ``topology`` stands on."""
+    here = topology.coordinates
+    places = [f"attention DP {here.attn_dp}"]
+    if topology.attn_cp > 1:
+        places.append(f"CP {here.attn_cp}")
+    places.append(f"TP {here.attn_tp}")
+    return f"rank {topology.rank} ({', '.join(places)})"

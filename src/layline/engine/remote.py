@@ -1,0 +1,116 @@
+"""Running steps on ranks in other processes. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from layline.comm.groups import CollectiveKind, CollectiveRecord
+from layline.engine import wire
+from layline.engine.balance import SampleRow
+from layline.engine.executor import MemoryUse, RowSpec, Token
+from layline.engine.ranks import rebuilt
+from layline.engine.step import MeshStep
+from layline.engine.step_codec import StepEncoder
+from layline.engine.supervisor import Supervisor
+from layline.sampling import SamplingParams, TokenLogprobs
+from layline.topology import GroupName, Topology
+
+
+class RemoteExecutor:
+    """Drives the ranks of a mesh; the leader of each attention DP rank samples its rows."""
+
+    def __init__(self, supervisor: Supervisor, topology: Topology) -> None:
+        self._supervisor = supervisor
+        self._ranks = range(topology.world_size)
+        self._leaders = self._ranks[:: topology.attn_cp * topology.attn_tp]
+        self._steps = StepEncoder()
+        self._number = 0
+        self._weight_bytes = 0
+        self._cache_bytes = 0
+        self.num_blocks = 0
+
+    def start(self, messages: Sequence[wire.Start]) -> None:
+        """Load the model on every rank and give all the same number of cache blocks.
+
+        Raises what a rank says it failed with, or RunError for one that is gone.
+        """
+        for message in messages:
+            self._supervisor.post(message, message.rank)
+        loaded = self._supervisor.collect((wire.Loaded,), self._ranks)
+        self._weight_bytes = sum(one.weight_bytes for one in loaded)
+        self.num_blocks = min(one.fitting_blocks for one in loaded)
+        self._supervisor.post(wire.Bind(self.num_blocks))
+        bound = self._supervisor.collect((wire.Bound,), self._ranks)
+        self._cache_bytes = sum(one.cache_bytes for one in bound)
+
+    def admit(self, request_id: int, attn_dp: int, spec: RowSpec, /) -> None:
+        """See Executor."""
+        spec.state()  # Refuses here what its rank would refuse too late.
+        message = wire.Admit(
+            request_id=request_id,
+            params=params_fields(spec.params),
+            seed=spec.seed,
+            valid_vocab=spec.valid_vocab,
+            prompt_ids=list(spec.prompt_ids) if spec.params.needs_repetition else [],
+            eos_ids=sorted(spec.eos_ids),
+            banned_ids=sorted(spec.banned_ids),
+        )
+        self._supervisor.post(message, self._leaders[attn_dp])
+
+    def release(self, request_id: int, attn_dp: int, /) -> None:
+        """See Executor. Nothing is left to release where the ranks are gone."""
+        if self._supervisor.is_running:
+            self._supervisor.post(wire.Release(request_id), self._leaders[attn_dp])
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+        """See Executor."""
+        self._number += 1
+        self._supervisor.post(self._steps.encode(self._number, step, rows))
+        self._steps.sent()
+        kinds = (wire.Tokens, wire.Refused)
+        replies = self._supervisor.collect(kinds, self._leaders, self._number)
+        for reply in replies:
+            if isinstance(reply, wire.Refused):
+                raise rebuilt(reply.error, reply.message)
+        return [tokens_of(reply) for reply in replies]
+
+    def memory(self) -> MemoryUse:
+        """See Executor."""
+        self._supervisor.post(wire.Ask())
+        peaks = self._supervisor.collect((wire.Memory,), self._ranks)
+        return MemoryUse(
+            self._weight_bytes, self._cache_bytes, tuple(peak.peak_bytes for peak in peaks)
+        )
+
+    def collectives(self) -> list[list[CollectiveRecord]]:
+        """See Executor."""
+        self._supervisor.post(wire.AskCollectives())
+        replies = self._supervisor.collect((wire.Collectives,), self._ranks)
+        return [[record_of(packed) for packed in reply.records] for reply in replies]
+
+    def close(self, status: int = 0, /) -> None:
+        """See Executor."""
+        self._supervisor.close(status)
+
+
+def params_fields(params: SamplingParams) -> dict[str, Any]:
+    """The fields as a message carries them."""
+    return {each.name: getattr(params, each.name) for each in fields(params)}
+
+
+def record_of(packed: tuple[str, str, int, int, int, bool, float | None]) -> CollectiveRecord:
+    """A record as a message carries it."""
+    return CollectiveRecord(CollectiveKind(packed[0]), GroupName(packed[1]), *packed[2:])
+
+
+def tokens_of(reply: wire.Tokens) -> list[Token]:
+    """A reply's ids, each with its log-probabilities where they were asked for."""
+    found: list[Token] = []
+    for token_id, packed in zip(reply.ids, reply.logprobs, strict=True):
+        logprobs = None
+        if packed is not None:
+            logprobs = TokenLogprobs(token_id, packed[0], tuple(packed[1]))
+        found.append((token_id, logprobs))
+    return found

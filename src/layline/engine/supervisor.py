@@ -1,0 +1,280 @@
+"""The driver's watch over the ranks: messages out and in, heartbeats, and the end of the run.
+
+One thread owns every control connection. It starts the ranks, so that the system ends them should
+this process die, and it alone decides that a rank has failed; callers wait for messages or for
+that verdict, and so never for a rank that will not answer.
+"""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from layline.engine.ranks import RankLink, Sign
+from layline.engine.wire import Beat, Failed, Hello, Stop, ToRank, WireError, frame
+from layline.errors import CollectiveError, LaylineError, RunError
+
+_CHUNK = 1 << 18
+_TICK_S = 0.25
+_GRACE_S = 0.3  # For what else a failure shows: an exit status, other ranks' reports.
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without a word after which a rank counts as gone.
+
+    ``starting`` holds until a rank's imports are done: loading a library keeps the interpreter to
+    itself. ``stopping`` is how long a rank may take to end by itself.
+    """
+
+    silence: float = 8.0
+    starting: float = 120.0
+    stopping: float = 2.0
+
+
+class Supervisor:
+    """Ranks that run elsewhere, from their start to their end.
+
+    ``open_ranks`` makes the links, and ``on_end`` is called once they are gone; both in the
+    watching thread.
+    """
+
+    def __init__(
+        self,
+        open_ranks: Callable[[], Iterable[RankLink]],
+        limits: Limits | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._open_ranks = open_ranks
+        self._on_end = on_end
+        self._limits = limits or Limits()
+        self._links: list[RankLink] = []
+        self._inbox: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        self._outbox: deque[tuple[int | None, bytes]] = deque()
+        self._failure: LaylineError | None = None
+        self._stop: Stop | None = None
+        self._noted_at = 0.0
+        self._decide_at: float | None = None
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="layline-supervisor", daemon=True)
+        self._thread.start()
+
+    def post(self, message: ToRank, rank: int | None = None) -> None:
+        """Send to one rank or to all. Raises the run's failure; never waits."""
+        self._check()
+        self._outbox.append((rank, frame(message)))
+        self._wake()
+
+    def collect(self, kinds: tuple[type, ...], ranks: Sequence[int], number: int = -1) -> list[Any]:
+        """One message of ``kinds`` from each of ``ranks``, in that order; waits for them.
+
+        With ``number``, messages of other steps are dropped. Raises the run's failure.
+        """
+        found: dict[int, Any] = {}
+        while len(found) < len(ranks):
+            item = None if self._failure is not None else self._inbox.get()
+            if item is None:
+                self._check()
+                raise RunError("the engine is closed")
+            rank, message = item
+            current = number in (-1, getattr(message, "number", -1))
+            if rank in ranks and isinstance(message, kinds) and current:
+                found[rank] = message
+        return [found[rank] for rank in ranks]
+
+    @property
+    def is_running(self) -> bool:
+        """True until the run is closed or has failed."""
+        return self._failure is None and self._stop is None
+
+    def close(self, status: int = 0) -> None:
+        """Let every rank end with ``status``, kill those that do not; a second call only waits."""
+        if self._stop is None:
+            self._stop = Stop(status)
+            self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            if threading.current_thread() is not self._thread:
+                self._thread.join()  # It ends the ranks, and has nothing to wait for.
+            # A new object: one that is raised twice collects both tracebacks.
+            raise type(self._failure)(*self._failure.args) from self._failure
+        if self._stop is not None:
+            raise RunError("the engine is closed")
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"x")
+        except OSError:
+            # Full, so the thread will look; or closed, so there is none.
+            return
+
+    def _run(self) -> None:
+        try:
+            for link in self._open_ranks():
+                self._links.append(link)
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake_reader, selectors.EVENT_READ)
+                for link in self._links:
+                    link.sock.setblocking(False)
+                    selector.register(link.sock, selectors.EVENT_READ, link)
+                self._watch(selector)
+                self._end(selector)
+        except LaylineError as error:
+            self._failure = error
+        except Exception as error:  # Whoever waits must learn of it, whatever it is.
+            self._failure = RunError(f"cannot start a rank: {error}")
+            self._failure.__cause__ = error
+        finally:
+            for link in self._links:
+                link.kill()
+            self._wake_reader.close()
+            self._wake_writer.close()
+            self._on_end()
+            self._inbox.put(None)
+
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        """Carry messages until the run is stopped or has failed."""
+        before = monotonic()
+        while self._stop is None:
+            self._turn(selector, _TICK_S)
+            now = monotonic()
+            # Capped: while this process itself was stopped, nobody could be heard.
+            elapsed, before = min(now - before, 2 * _TICK_S), now
+            for link in self._links:
+                link.silent_s += elapsed
+                limit = self._limits.silence if link.greeted else self._limits.starting
+                if link.sign is None and link.silent_s > limit:
+                    link.sign = Sign.SILENT
+                    self._decide_at = now
+            if self._decide_at is not None and now >= self._decide_at:
+                self._failure = self._verdict()
+                if self._failure is not None:
+                    return
+                self._decide_at = now + _TICK_S
+
+    def _turn(self, selector: selectors.BaseSelector, timeout: float) -> None:
+        """Wait for something to do, then send and receive what there is."""
+        for key, events in selector.select(timeout):
+            link = key.data
+            if link is None:
+                self._drain()
+                self._hand_out(selector)
+            elif events & selectors.EVENT_WRITE:
+                self._flush(selector, link)
+            if link is not None and events & selectors.EVENT_READ:
+                self._read(selector, link)
+
+    def _drain(self) -> None:
+        try:
+            while self._wake_reader.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def _hand_out(self, selector: selectors.BaseSelector) -> None:
+        while self._outbox:
+            rank, data = self._outbox.popleft()
+            for link in self._links if rank is None else [self._links[rank]]:
+                link.outgoing += data
+        for link in self._links:
+            self._flush(selector, link)
+
+    def _flush(self, selector: selectors.BaseSelector, link: RankLink) -> None:
+        if link.closed or not link.outgoing:
+            return
+        try:
+            sent = link.sock.send(link.outgoing)
+            del link.outgoing[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            link.outgoing.clear()  # Reading will tell that the rank is gone.
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outgoing else 0)
+        selector.modify(link.sock, wanted, link)
+
+    def _read(self, selector: selectors.BaseSelector, link: RankLink) -> None:
+        try:
+            data = link.sock.recv(_CHUNK)
+            messages = link.reader.feed(data)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, messages = b"", []
+        except WireError as error:
+            self._note(link, Sign.GARBLED, str(error))
+            selector.unregister(link.sock)
+            link.closed = True
+            return
+        link.silent_s = 0.0
+        for message in messages:
+            self._take(link, message)
+        if not data:
+            selector.unregister(link.sock)
+            link.closed = True
+            self._note(link, Sign.ENDED)
+
+    def _take(self, link: RankLink, message: Any) -> None:
+        if isinstance(message, Beat):
+            return
+        if isinstance(message, Hello):
+            link.greeted = True
+        elif isinstance(message, Failed):
+            link.report = message
+            self._note(link, Sign.REPORTED)
+        else:
+            self._inbox.put((link.rank, message))
+
+    def _note(self, link: RankLink, sign: Sign, detail: str = "") -> None:
+        if link.sign is None or link.sign is Sign.SILENT:
+            link.sign = sign
+            link.detail = detail
+        if self._decide_at is None:
+            self._noted_at = monotonic()
+            self._decide_at = self._noted_at + _GRACE_S
+
+    def _verdict(self) -> LaylineError | None:
+        """The error to end with, or None to wait.
+
+        A collective also fails because another rank is gone, so its error counts once every other
+        rank has been heard again.
+        """
+        signs: dict[Sign, list[RankLink]] = {}
+        for link in self._links:
+            if link.sign is not None:
+                signs.setdefault(link.sign, []).append(link)
+        reports = [(link, link.reported()) for link in signs.get(Sign.REPORTED, [])]
+        for _, error in reports:
+            if isinstance(error, LaylineError) and not isinstance(error, CollectiveError):
+                return error
+        for sign in (Sign.SILENT, Sign.GARBLED, Sign.ENDED):
+            for link in signs.get(sign, []):
+                return link.gone(self._limits.silence)
+        waited = monotonic() - self._noted_at
+        if any(link.sign is None and link.silent_s >= waited for link in self._links):
+            return None
+        link, error = reports[0]
+        failure = RunError(f"{link.title} failed: {error}")
+        failure.__cause__ = error
+        return failure
+
+    def _end(self, selector: selectors.BaseSelector) -> None:
+        """After a stop: wait for the ranks to end by themselves, within the limit."""
+        if self._failure is not None or self._stop is None:
+            return
+        self._outbox.append((None, frame(self._stop)))
+        self._hand_out(selector)
+        deadline = monotonic() + self._limits.stopping
+        while monotonic() < deadline and not all(link.ended() for link in self._links):
+            self._turn(selector, 0.02)

@@ -1,0 +1,40 @@
+"""Memory that one rank needs for a dense decoder, from its configuration alone. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layline.models.config import DecoderConfig
+from layline.models.parallel import Shards
+from layline.topology import Topology
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank: its weights held plain in the run's dtype, and its cache for each token.
+
+    Every rank has as many, except that biases of partial sums are on one rank of each group.
+    """
+
+    weights: int
+    kv_per_token: int
+
+
+def footprint(config: DecoderConfig, topology: Topology, itemsize: int) -> Footprint:
+    """The footprint of a rank of ``topology``; ``itemsize`` is that of the run's dtype."""
+    shards = Shards(config, topology)
+    hidden, size = config.hidden_size, shards.intermediate[1] - shards.intermediate[0]
+    queries, keys = shards.q_size, shards.kv_size
+    layer = hidden * (queries + 2 * keys) + queries * hidden + 3 * size * hidden
+    layer += 2 * hidden
+    if config.qkv_bias:
+        layer += queries + 2 * keys
+    if config.output_bias:
+        layer += hidden
+    if config.mlp_bias:
+        layer += 2 * size + hidden
+    if config.qk_norm:
+        layer += 2 * config.head_dim
+    table = shards.vocab_rows * hidden
+    values = config.num_layers * layer + hidden + table * (1 if config.tied_head else 2)
+    return Footprint(values * itemsize, config.num_layers * 2 * keys * itemsize)

@@ -1,0 +1,162 @@
+"""Scheduling over attention DP: who gets a request, what a step of the mesh is. No model is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layline.boundary.layout import BatchVariant
+from layline.boundary.rows import DpPadding
+from layline.config import DP_PADDINGS, EngineConfig
+from layline.engine.balance import MeshPlan, MeshScheduler, StepRules
+from layline.engine.blocks import BlockPool
+from layline.engine.scheduler import Scheduler
+from layline.engine.step import IDLE
+from layline.layers.spans import Phase
+
+BLOCK = 4
+
+
+class FakeRequest:
+    """The part of a request that scheduling looks at."""
+
+    def __init__(self, number: int, prompt: int, most: int) -> None:
+        self.request_id = number
+        self.prompt_ids = tuple(range(prompt))
+        self.output_ids: list[int] = []
+        self.blocks: list[int] = []
+        self.num_computed = 0
+        self.attn_dp = -1
+        self.most_length = prompt + most
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_computed >= len(self.prompt_ids)
+
+
+def requests(*sizes: tuple[int, int]) -> list[Any]:
+    return [FakeRequest(number, *size) for number, size in enumerate(sizes)]
+
+
+def mesh(attn_dp: int, budget: int = 16, **rules: Any) -> MeshScheduler:
+    queues = [
+        Scheduler(BlockPool(100), block_size=BLOCK, max_running=8, prefill_tokens=budget)
+        for _ in range(attn_dp)
+    ]
+    return MeshScheduler(queues, StepRules(**rules))
+
+
+def advance(it: MeshScheduler) -> MeshPlan:
+    plan = it.next_step()
+    assert plan is not None
+    it.complete(plan)
+    for part in plan.sampling:
+        for request in part:
+            request.output_ids.append(7)
+    return plan
+
+
+def test_a_request_goes_where_the_fewest_tokens_are_reserved() -> None:
+    it = mesh(3)
+    made = requests((10, 10), (2, 2), (3, 2), (2, 1), (1, 1), (4, 4))
+    for request in made:
+        it.add(request)
+    # Reserved before each: 0 0 0 | 20 0 0 | 20 4 0 | 20 4 5 | 20 7 5 | 20 7 7.
+    assert [request.attn_dp for request in made] == [0, 1, 2, 1, 2, 1]
+    it.remove(made[0])
+    assert it.parts[0].reserved_tokens == 0
+    late = requests((1, 1))[0]
+    it.add(late)
+    assert late.attn_dp == 0
+
+
+def test_ranks_choose_their_phase_alone_and_idle_ones_have_a_part() -> None:
+    it = mesh(3, attn_cp=1)
+    short, long = requests((2, 8), (20, 4))
+    it.add(short)
+    it.add(long)
+    plan = advance(it)
+    assert [part.phase for part in plan.step.parts[:2]] == [Phase.PREFILL, Phase.PREFILL]
+    assert plan.step.parts[2] is IDLE
+    assert plan.parts[2] is None
+    assert plan.step.rows.counts == ((2,), (16,), (0,))
+    assert plan.sampling == [[short], [], []]
+    plan = advance(it)
+    assert [part.phase for part in plan.step.parts] == [Phase.DECODE, Phase.PREFILL, Phase.DECODE]
+    assert plan.step.ffn_phase is Phase.PREFILL
+    assert plan.step.rows.counts == ((1,), (4,), (0,))
+    assert plan.sampling == [[short], [long], []]
+    it.remove(short)
+    it.remove(long)
+    assert it.next_step() is None
+    assert it.num_unfinished == 0
+
+
+def test_the_same_arrivals_give_the_same_steps() -> None:
+    def run() -> list[Any]:
+        it = mesh(2, budget=5)
+        steps = []
+        for request in requests((7, 3), (3, 2), (6, 6), (1, 1)):
+            it.add(request)
+        for _ in range(6):
+            plan = advance(it)
+            steps.append((plan.step, [[r.request_id for r in part] for part in plan.sampling]))
+        return steps
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize(("layout", "counts"), [("contiguous", (4, 3, 3)), ("zigzag", (3, 3, 4))])
+def test_a_context_parallel_prompt_is_divided(layout: str, counts: tuple[int, ...]) -> None:
+    it = mesh(1, attn_cp=3, tp=3, cp_layout=layout)
+    it.add(requests((10, 4))[0])
+    rows = advance(it).step.rows
+    assert rows.variant is BatchVariant.CONTEXT_PARALLEL
+    assert rows.counts == (counts,)
+    assert rows.total == 10
+    rows = advance(it).step.rows
+    assert rows.variant is BatchVariant.ORDINARY
+    assert rows.counts == ((1, 1, 1),)
+
+
+def test_short_prompts_leave_context_ranks_without_rows() -> None:
+    it = mesh(1, attn_cp=4, tp=4)
+    for request in requests((2, 1), (1, 1)):
+        it.add(request)
+    assert advance(it).step.rows.counts == ((2, 1, 0, 0),)
+
+
+def test_context_parallel_needs_every_busy_rank_to_prefill() -> None:
+    it = mesh(2, attn_cp=2, tp=4)
+    first, second = requests((4, 4), (30, 2))
+    it.add(first)
+    assert advance(it).step.rows.variant is BatchVariant.CONTEXT_PARALLEL  # The other one idles.
+    it.add(second)
+    rows = advance(it).step.rows
+    assert rows.variant is BatchVariant.ORDINARY
+    assert rows.counts == ((1, 1), (16, 16))
+
+
+def test_sequence_parallel_serves_prompts_only() -> None:
+    it = mesh(1, tp=2, sequence_parallel=True, input_scattered=True)
+    for request in requests((3, 3), (2, 3)):
+        it.add(request)
+    variants = [advance(it).step.rows.variant for _ in range(2)]
+    # Both flags: sequence-parallel where it serves, and then 2 rows of 2 ranks.
+    assert variants == [BatchVariant.SEQUENCE_PARALLEL, BatchVariant.INPUT_SCATTERED]
+
+
+def test_input_scattered_needs_rows_that_divide() -> None:
+    it = mesh(1, tp=3, input_scattered=True)
+    for request in requests((4, 3), (2, 3)):
+        it.add(request)
+    variants = [advance(it).step.rows.variant for _ in range(2)]
+    assert variants == [BatchVariant.INPUT_SCATTERED, BatchVariant.ORDINARY]
+
+
+def test_rules_follow_the_configuration() -> None:
+    config = EngineConfig(tp=4, attn_dp=2, attn_cp=2, dp_padding="sum-len", cp_layout="zigzag")
+    rules = StepRules.of(config)
+    assert rules == StepRules(tp=4, attn_cp=2, padding=DpPadding.SUM_LEN, cp_layout="zigzag")
+    assert tuple(padding.value for padding in DpPadding) == DP_PADDINGS

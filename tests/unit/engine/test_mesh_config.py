@@ -1,0 +1,96 @@
+"""The mesh's part of the configuration: what is refused, and how threads are divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layline.config import EngineConfig, default_threads, elastic_environment, threads_of_rank
+from layline.engine.balance import SampleRow
+from layline.engine.elastic import World
+from layline.engine.executor import RowSpec, SamplingRows
+from layline.engine.step import RankStep
+from layline.errors import UsageError
+from layline.layers.spans import Phase, SequenceSpan
+from layline.sampling import SamplingParams
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tp 0": ({"tp": 0}, "tp 0 must be a positive integer"),
+    "tp text": ({"tp": "2"}, "tp '2' must be a positive integer"),
+    "tp huge": ({"tp": 5000}, "tp 5000 is too large; the most is 1024"),
+    "dp over tp": ({"tp": 3, "attn_dp": 2}, r"attn_dp 2 x attn_cp 1 = 2 .* tp 3; .* 1, 3"),
+    "ep over tp": ({"tp": 2, "ep": 3}, "ep 3 does not divide tp 2; expected one of 1, 2"),
+    "dense_tp": ({"tp": 4, "dense_tp": 2}, "dense_tp 2 does not fit tp 4; expected 1 or 4"),
+    "pp": ({"pp_stages": 2}, "pp_stages 2 is not supported in this version; expected 1"),
+    "padding": ({"dp_padding": "max_len"}, "'max_len' is not one of .*did you mean 'max-len'"),
+    "layout": ({"cp_layout": "zig-zag"}, "did you mean 'zigzag'"),
+    "flag": ({"sequence_parallel": 1}, "sequence_parallel 1 must be True or False"),
+    "sp alone": ({"sequence_parallel": True}, "tp 1 has one; expected tp >= 2"),
+    "sp dp": ({"tp": 2, "attn_dp": 2, "sequence_parallel": True}, "with attn_dp 2; .* attn_dp 1"),
+    "sp cp": ({"tp": 2, "attn_cp": 2, "sequence_parallel": True}, "with attn_cp 2; .* attn_cp 1"),
+    "is dense": ({"tp": 2, "dense_tp": 1, "input_scattered": True}, "dense_tp 1.*dense_tp 2"),
+    "is alone": ({"input_scattered": True}, "input_scattered scatters rows"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mesh_that_cannot_be_is_refused(name: str) -> None:  # boundary G18
+    flags, message = REFUSED[name]
+    with pytest.raises(UsageError, match=message):
+        EngineConfig(**flags)
+
+
+def test_a_mesh_is_the_topology_of_rank_0() -> None:
+    topology = EngineConfig(tp=8, attn_dp=2, attn_cp=2, dense_tp=1).topology()
+    assert (topology.attn_tp, topology.world_size, topology.rank) == (2, 8, 0)
+    assert topology.dense_tp == 1
+    assert EngineConfig(tp=2, sequence_parallel=True, input_scattered=True).topology().tp == 2
+
+
+def test_threads_are_divided_over_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert default_threads() == 8
+    assert [threads_of_rank(None, ranks) for ranks in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
+    assert [threads_of_rank(5, ranks) for ranks in (1, 2, 9)] == [5, 2, 1]
+
+
+def test_a_world_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    assert elastic_environment() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert elastic_environment() == (2, 2, 2, 2)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert elastic_environment() is None
+    with pytest.raises(UsageError, match="tp 2 needs 2 processes, but torchrun started 3"):
+        World(0, 3, 0, 3).check(EngineConfig(tp=2).topology())
+    World(0, 2, 0, 2).check(EngineConfig(tp=2, attn_dp=2).topology())
+
+
+def drawn(rows: SamplingRows, fed: int, index: int) -> tuple[int, float]:
+    part = RankStep(Phase.DECODE, (SequenceSpan(4, 1, [1], 5),), (fed,), (True,))
+    (state,) = rows.at(part, [SampleRow(0, index)])
+    return state.num_produced, state.uniform()
+
+
+def test_a_step_that_runs_twice_draws_the_same() -> None:
+    rows = SamplingRows()
+    params = SamplingParams(seed=1, presence_penalty=1.0)
+    none: frozenset[int] = frozenset()
+    rows.admit(
+        0,
+        RowSpec(
+            params=params, seed=1, valid_vocab=50, prompt_ids=[3], eos_ids=none, banned_ids=none
+        ),
+    )
+    first = drawn(rows, 3, 0)
+    assert drawn(rows, 3, 0) == first
+    second = drawn(rows, 11, 1)
+    assert second != first
+    assert drawn(rows, 11, 1) == second
+    assert [state.seen.ids.tolist() for state in rows._states.values() if state.seen] == [[11]]
+    rows.release(0)
+    rows.release(0)
+    with pytest.raises(KeyError):
+        drawn(rows, 12, 2)
