@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import distributed
 
 from layline.comm.groups import Groups
 from layline.comm.simulated import run_ranks
 from layline.comm.wires import DIRECT_BYTES
-from layline.comm.world import host_store
+from layline.comm.world import Rendezvous, backend_for, host_store, make_groups, open_world
 from layline.errors import CollectiveError
 from layline.topology import GroupName, Topology
 from support.ranks import Settings, run_outcomes, run_processes
@@ -53,6 +54,8 @@ def every_collective(topology: Topology, groups: Groups) -> dict[str, torch.Tens
         results[f"{name.value} strided reduce-scatter"] = group.reduce_scatter(columns)
         results[f"{name.value} strided all-reduce"] = group.all_reduce(columns)
         empty = torch.empty(0, 4)
+        no_columns = torch.empty(3, 0)
+        results[f"{name.value} no columns all-gather"] = group.all_gather(no_columns)
         results[f"{name.value} empty all-reduce"] = group.all_reduce(empty)
         results[f"{name.value} empty all-gather"] = group.all_gather(empty)
         results[f"{name.value} empty reduce-scatter"] = group.reduce_scatter(empty)
@@ -307,17 +310,73 @@ def test_inference_mode_and_gradients_do_not_matter() -> None:
     assert run_ranks(TWO, inference_values) == [[8.0, 4.0, 8.0, 8.0]] * 2
 
 
-def shared_groups(topology: Topology, groups: Groups) -> dict[str, tuple[int, ...]]:
-    channels = {name.value: id(group._channel) for name, group in groups.items()}  # type: ignore[attr-defined]
-    shared = {
-        name: sorted(n for n in channels if channels[n] == channels[name]) for name in channels
-    }
-    return {name: tuple(names) for name, names in shared.items()}
+def alone_with_nothing(topology: Topology, groups: Groups) -> list[tuple[int, ...]]:
+    group, empty = groups[GroupName.TP], torch.empty(0, 4)
+    if topology.rank == 1:
+        return []
+    results = [group.all_reduce(empty), group.all_gather(empty), group.reduce_scatter(empty)]
+    return [tuple(x.shape) for x in [*results, group.reduce_scatter_v(empty, [0, 0])]]
 
 
-def test_names_for_the_same_ranks_share_a_process_group() -> None:
-    same = ("MoE TP", "TP", "attention TP")
-    assert run_processes(TWO, shared_groups) == [dict.fromkeys(same, same)] * 2
+def test_zero_rows_send_nothing() -> None:
+    # Rank 1 takes no part, and rank 0 does not notice.
+    shapes = run_processes(TWO, alone_with_nothing, settings=Settings(verified=False))
+    assert shapes == [[(0, 4)] * 4, []]
+
+
+def made_groups(topology: Topology, groups: Groups) -> list[tuple[list[int], str | None]]:
+    """The process groups that are made for a topology, and the interface they are told."""
+    made: list[tuple[list[int], str | None]] = []
+
+    def watched(ranks: list[int], **options: Any) -> Any:
+        made.append((ranks, os.environ.get("GLOO_SOCKET_IFNAME")))
+        return new_group(ranks, **options)
+
+    new_group = distributed.new_group
+    before = dict(os.environ)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "new_group", watched)
+        again = make_groups(topology, torch.device("cpu"))
+    assert os.environ == before
+    assert set(again) == set(groups)
+    return made
+
+
+def test_every_rank_makes_each_group_once_and_on_the_loopback_interface() -> None:
+    topology = Topology(tp=4, attn_dp=2)
+    in_order = [[0, 1, 2, 3], [0, 2], [1, 3], [0, 1], [2, 3]]
+    made = run_processes(topology, made_groups)
+    for groups in made:
+        assert [ranks for ranks, _ in groups] == in_order
+        assert {interface for _, interface in groups} <= {"lo", "lo0"}
+
+
+def other_world(topology: Topology, groups: Groups) -> str:
+    with pytest.raises(CollectiveError) as caught:
+        make_groups(Topology(tp=4, rank=topology.rank), torch.device("cpu"))
+    with pytest.raises(CollectiveError, match="device meta has no collectives"):
+        backend_for(torch.device("meta"))
+    return str(caught.value)
+
+
+def test_a_world_of_another_size_is_refused() -> None:
+    first, second = run_processes(TWO, other_world)
+    assert first == "this is rank 0 of 2; the topology says rank 0 of 4"
+    assert second == "this is rank 1 of 2; the topology says rank 1 of 4"
+
+
+@pytest.mark.parametrize("hosts_store", [True, False])
+def test_a_rank_that_finds_nobody_says_where_it_looked(hosts_store: bool) -> None:
+    store = host_store()
+    port = 0 if hosts_store else store.port
+    rendezvous = Rendezvous(port=port, rank=0, world_size=2, timeout_s=0.5, hosts_store=hosts_store)
+    with pytest.raises(CollectiveError) as caught:
+        open_world(rendezvous, torch.device("cpu"))
+    assert str(caught.value).startswith(
+        f"rank 0 of 2 could not join at 127.0.0.1:{port} (timeout 0.5 s): "
+    )
+    assert "\n" not in str(caught.value)
+    assert not distributed.is_initialized()
 
 
 def listening_addresses() -> set[str]:

@@ -126,9 +126,12 @@ def test_results_share_no_memory_and_inputs_of_all_reduce_are_spent() -> None:
         group.all_gather(kept)
         return kept, results
 
-    for rank, (_, results) in enumerate(run_ranks(Topology(tp=2), run)):
+    ranks = run_ranks(Topology(tp=2), run)
+    for rank, (_, results) in enumerate(ranks):
         for result in results:
             assert torch.equal(result, torch.full_like(result, rank))
+    memory = {x.untyped_storage().data_ptr() for kept, results in ranks for x in (kept, *results)}
+    assert len(memory) == 8
 
 
 def test_inputs_can_be_kept() -> None:

@@ -30,6 +30,17 @@ def triple(x: Any) -> Any:
     return x * 3
 
 
+@dataclasses.dataclass(frozen=True)
+class WritingRead(PlainRead):
+    """Adds the output into the residual it is given, as a fused kernel may."""
+
+    keeps_residual: bool = False
+
+    def update_and_read(self, update: Any, output: Any, residual: Any, norm: Any) -> Any:
+        residual += output
+        return norm(residual), residual
+
+
 def _residual(read: PlainRead | None = None, **update: Any) -> LayerResidual:
     made = PlainUpdate() if not update else WeightedUpdate(**update)
     return LayerResidual(read=read or PlainRead(), update=made)
@@ -52,6 +63,7 @@ STAGES: dict[str, StageDeclaration] = {
     "writing ffn": declare_ffn(residual=_residual(at_producer=True)),
     "writing plain ffn": declare_ffn(residual=_residual(at_producer=True, plain=True, weight=1.0)),
     "early reading ffn": declare_ffn(residual=_residual(BEFORE_GATHER)),
+    "writing read ffn": declare_ffn(residual=_residual(WritingRead())),
     "odd reading ffn": declare_ffn(residual=_residual(PlainRead(plain=False))),
 }
 

@@ -10,14 +10,19 @@ from layline.boundary.mesh import Mesh
 from layline.boundary.ops import Step, Transit, bind
 from layline.boundary.planning.edge import PreparePlan
 from layline.boundary.planning.moves import Ground, move
-from layline.boundary.planning.records import Operand, OpKind
+from layline.boundary.planning.records import Op, Operand, OpKind, Place
 from layline.boundary.residual import StageUpdate
 from layline.boundary.residual.stream import Contribution, ResidualStream
 from layline.errors import StreamError
+from layline.topology import GroupName
 
 NO_PRODUCER = (
     "an output is pending, but this stage's declaration names no previous stage that leaves one; "
     "give make_stages the actual producer as previous"
+)
+NOT_PARTIAL = (
+    "the embedding left its sum, start(partial=True), but only an input-scattered batch has a path "
+    "that completes it"
 )
 NOT_ENTERED = "this stage follows another one, but the residual stream is still initial"
 
@@ -38,11 +43,15 @@ class CaptureMoves:
 
 @dataclass(frozen=True, slots=True)
 class BoundPrepare:
-    """One prepare plan with its functions, for a residual that arrives on ``source`` rows."""
+    """One prepare plan with its functions, for a residual that arrives on ``source`` rows.
+
+    ``entry_sum`` completes what the embedding left, for a capture.
+    """
 
     source: Layout
     entry: tuple[Step, ...]
-    entry_partial: tuple[Step, ...]
+    entry_partial: tuple[Step, ...] | None
+    entry_sum: tuple[Step, ...]
     written: tuple[Step, ...]
     complete: tuple[Step, ...] | None
     declared: tuple[Step, ...] | None
@@ -60,7 +69,11 @@ class BoundPrepare:
                 return self.written
             if self.follows:
                 raise StreamError(NOT_ENTERED)
-            return self.entry_partial if stream.partial else self.entry
+            if not stream.partial:
+                return self.entry
+            if self.entry_partial is None:
+                raise StreamError(NOT_PARTIAL)
+            return self.entry_partial
         if self.complete is None:
             raise StreamError(NO_PRODUCER)
         update = contribution.update
@@ -99,7 +112,8 @@ def bind_prepare(
     return BoundPrepare(
         source=plan.edge.residual_source,
         entry=bind(plan.entry, mesh),
-        entry_partial=bind(plan.entry_partial, mesh),
+        entry_partial=None if plan.entry_partial is None else bind(plan.entry_partial, mesh),
+        entry_sum=() if plan.entry_partial is None else bind((_entry_sum(ground),), mesh),
         written=bind(plan.written, mesh),
         complete=None if plan.complete is None else bind(plan.complete, mesh),
         declared=None if plan.declared is None else bind(plan.declared, mesh),
@@ -113,6 +127,25 @@ def bind_prepare(
         follows=follows,
         expected=expected,
     )
+
+
+def _entry_sum(ground: Ground) -> Op:
+    """Completes what the embedding left, for a capture of it."""
+    rows, group = ground.attention, GroupName.TP
+    return Op(OpKind.ALL_REDUCE, Place.PREPARE, Operand.VALUE, group, rows, rows)
+
+
+def capture_entry(
+    capture: Callable[..., None], bound: BoundPrepare, transit: Transit, *, partial: bool
+) -> None:
+    """Hand what enters the stack to a collector, a partial one completed on a copy."""
+    if not partial:
+        capture(transit.value, owned=False)
+        return
+    whole = Transit(transit.rows, transit.value.clone())
+    for step in bound.entry_sum:
+        step(whole)
+    capture(whole.value, owned=True)
 
 
 def run_capture(

@@ -12,11 +12,11 @@ from layline.boundary.exit import BoundExit, StageExit
 from layline.boundary.mesh import Mesh
 from layline.boundary.ops import Step, Transit
 from layline.boundary.planning.stage import StagePlan, no_path
-from layline.boundary.prepare import BoundPrepare, run_capture
+from layline.boundary.prepare import BoundPrepare, capture_entry, run_capture
 from layline.boundary.residual.batch import snapshot, stream_of
 from layline.boundary.residual.stream import NOT_STARTED, Contribution, ResidualStream
 from layline.boundary.rows import BatchKind
-from layline.errors import StreamError
+from layline.errors import BoundaryUnsupportedError, StreamError
 
 
 class StageBoundary:
@@ -75,10 +75,10 @@ class StageBoundary:
 
         ``capture_output(value, owned=...)`` receives the updated residual on the producer's rows,
         at the stack's entry the input itself; ``captured_last_layer_outputs.capture`` receives it
-        on the rows that attention computes on. ``post_residual_addition`` [tokens, hidden] is
-        added to the residual after the update; a capture shows the residual before it. All three
-        are an attention's. A stage with a ``qkv_latent_func`` leaves its AttnTpContext on the
-        batch. Every rank of the mesh makes the call with the same arguments given.
+        on the rows that attention computes on. ``post_residual_addition``, on the pending output's
+        rows, is added to the residual after the update; a capture shows the residual before it.
+        All three are an attention's. A stage with a ``qkv_latent_func`` leaves its AttnTpContext
+        on the batch. Every rank of the mesh makes the call with the same arguments given.
 
         Raises StreamError when the stack was not started or ``hidden_states`` is not what the last
         boundary call returned, BoundaryUnsupportedError for a batch variant without a path.
@@ -93,13 +93,16 @@ class StageBoundary:
         self._require_attention()
         stream = stream_of(forward_batch)
         entering = stream.residual is None
+        contribution = stream.contribution
         hidden_states = stream.complete(hidden_states, forward_batch.rows)
         stream, bound, transit, steps = self._arrive(hidden_states, forward_batch)
         if capture_output is not None and entering:
-            capture_output(hidden_states, owned=False)
+            capture_entry(capture_output, bound, transit, partial=stream.partial)
             capture_output = None
         if post_residual_addition is not None:
-            capture_output = _add_after(transit, post_residual_addition, capture_output)
+            capture_output = _add_after(
+                transit, contribution, post_residual_addition, capture_output
+            )
         prepared = self._run(forward_batch, stream, bound, transit, steps)
         _capture(bound, transit, capture_output, captured_last_layer_outputs)
         return prepared
@@ -187,14 +190,20 @@ class StageBoundary:
         forward_batch.residual_stream = stream
         hidden, residual = tensors["hidden_states"], tensors.get("residual")
         if residual is None:
-            return stream.write(hidden, path.prepare.source)
+            return stream.write(hidden, arriving.rows)
         if arriving.writes:
             raise StreamError("a residual arrived beside an output that its producer has written")
-        stream.residual, stream.residual_rows = residual, path.prepare.source
+        stream.residual, stream.residual_rows = residual, arriving.rows
         update = path.prepare.expected
         assert update is not None
         return stream.leave(
-            Contribution(hidden, update, arriving.owed, arriving.rows, arriving.after_norm)
+            Contribution(
+                hidden,
+                update,
+                arriving.owed,
+                arriving.rows,
+                after_norm=arriving.after_norm,
+            )
         )
 
     def _decide(self, forward_batch: BatchState) -> BoundExit:
@@ -217,14 +226,25 @@ class StageBoundary:
 
 
 def _add_after(
-    transit: Transit, addition: Any, capture: Callable[..., None] | None
+    transit: Transit,
+    contribution: Contribution | None,
+    addition: Any,
+    capture: Callable[..., None] | None,
 ) -> Callable[..., None] | None:
     """Let ``addition`` join the residual; a capture sees the sum without it."""
-    if transit.update is None:
+    if contribution is None:
         raise StreamError("post_residual_addition needs a pending output to be added with")
+    if not contribution.update.plain:
+        raise BoundaryUnsupportedError("post_residual_addition requires a plain residual update")
+    if addition.shape != transit.value.shape:
+        raise StreamError(
+            f"post_residual_addition has shape {list(addition.shape)}; expected "
+            f"{list(transit.value.shape)}, the rows of the pending output"
+        )
     if capture is not None:
         # A sum made for the capture alone: nothing else will write to it.
-        capture(transit.update.apply(transit.value, transit.residual), owned=True)
+        residual = contribution.residual_on_rows(transit.residual, transit.rows)
+        capture(contribution.update.apply(transit.value, residual), owned=True)
     transit.value = transit.value + addition
     return None
 

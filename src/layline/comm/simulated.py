@@ -151,8 +151,8 @@ class SimulatedWorld:
     def _combine(self, call: Call, inputs: Sequence[Tensor]) -> Tensor:
         with torch.no_grad():
             if call.kind is CollectiveKind.ALL_GATHER:
-                return torch.cat([x.detach() for x in inputs])
-            total = add_in_order([x.detach() for x in inputs])
+                return torch.cat(list(inputs))
+            total = add_in_order(inputs)
         if call.kind is CollectiveKind.ALL_REDUCE and self._spend_inputs:
             # Inference mode, because a rank may bring a tensor made in it.
             with torch.inference_mode():

@@ -51,9 +51,11 @@ class NcclWire:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See Wire."""
-        result = x.new_empty(self._group.size() * x.shape[0], x.shape[1])
-        _all_gather(result, x, group=self._group)
-        return result
+        # As bytes: NCCL has no name for int16, nor on older GPUs for float8.
+        sent = x.view(torch.uint8)
+        result = sent.new_empty(self._group.size() * sent.shape[0], sent.shape[1])
+        _all_gather(result, sent, group=self._group)
+        return result.view(x.dtype)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """See Wire. Counts that differ run as one group of reductions, one to each rank."""

@@ -20,7 +20,6 @@ from layline.engine.launch import launch
 from layline.engine.planned import ITEMSIZES, ModelPlan, element_sizes, plan_model
 from layline.engine.scheduler import BLOCK_SIZE, Scheduler
 from layline.engine.step import MeshStep
-from layline.layers.spans import Phase
 from layline.models.parallel import Shards
 from layline.sampling import SamplingParams
 from layline.weights.opening import open_checkpoint
@@ -127,44 +126,29 @@ def trial_prompts(plan: ModelPlan) -> list[tuple[list[int], int]]:
     ]
 
 
-def compare_steps(
-    plan: ModelPlan, steps: Sequence[RecordedStep], sizes: Mapping[Phase, ElementSizes]
-) -> Analysis:
-    """Compare what each rank recorded of each step with the plan for that kind of batch.
-
-    ``sizes`` are those of the values that a rank's kernels return in a phase.
-    """
+def compare_steps(plan: ModelPlan, steps: Sequence[RecordedStep], sizes: ElementSizes) -> Analysis:
+    """Compare what each rank recorded of each step with the plan for that kind of batch."""
     topology = plan.spec.topology
-    plans: dict[tuple[BatchKind, Phase], ModelPlan] = {}
+    plans: dict[BatchKind, ModelPlan] = {}
     analysis = Analysis(topology.tp)
     for number, ran in enumerate(steps):
         kind = kind_of(ran.step.rows, topology)
         analysis.kinds[str(kind)] = analysis.kinds.get(str(kind), 0) + 1
+        if kind not in plans:
+            plans[kind] = plan_model(plan.facts, plan.layers, kind, sizes)
         for rank, records in enumerate(ran.records):
             part = ran.step.parts[topology.at(rank).coordinates.attn_dp]
-            key = (kind, part.phase)
-            if key not in plans:
-                plans[key] = plan_model(plan.facts, plan.layers, kind, sizes[part.phase])
-            planned = plans[key].records(
+            planned = plans[kind].records(
                 ran.step.rows, rank, sum(part.samples), prefill=ran.step.prefills
             )
-            where = f"step {number} ({kind}, {part.phase.value}), rank {rank}"
-            analysis.comparison.add(where, planned, records)
+            analysis.comparison.add(f"step {number} ({kind}), rank {rank}", planned, records)
     return analysis
 
 
-def kernel_sizes(facts: ModelFacts, config: EngineConfig) -> dict[Phase, ElementSizes]:
-    """Bytes of the values that this machine's kernels return, by phase."""
-    from layline.kernels.dense_matmul import wide_bfloat16_is_slow
-
-    assumed = element_sizes(facts, config.device)
-    scores = scores_bytes(facts, config) if facts.packed else assumed.run
-    decode = replace(assumed, scores=scores)
-    wide = config.device == "cpu" and facts.dtype == "bfloat16" and wide_bfloat16_is_slow()
-    return {
-        Phase.DECODE: decode,
-        Phase.PREFILL: replace(decode, output=4) if wide else decode,
-    }
+def kernel_sizes(facts: ModelFacts, config: EngineConfig) -> ElementSizes:
+    """Bytes of values as this machine's kernels return them."""
+    sizes = element_sizes(facts, config.device)
+    return replace(sizes, scores=scores_bytes(facts, config)) if facts.packed else sizes
 
 
 def scores_bytes(facts: ModelFacts, config: EngineConfig) -> int:

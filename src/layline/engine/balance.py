@@ -68,11 +68,17 @@ class StepRules:
 
     def rows(self, parts: Sequence[RankStep]) -> StepRows:
         """Rows and variant of a step made of ``parts``."""
-        counts = tuple((part.num_tokens,) * self.attn_cp for part in parts)
+        counts = tuple([(part.num_tokens,) * self.attn_cp for part in parts])
+        if not self._has_variants:
+            return StepRows(BatchVariant.ORDINARY, counts, self.padding)
         variant = self._variant(parts, sum(part.num_tokens for part in parts))
         if variant is BatchVariant.CONTEXT_PARALLEL:
             counts = tuple(self._divided(part) for part in parts)
         return StepRows(variant, counts, self.padding)
+
+    @property
+    def _has_variants(self) -> bool:
+        return self.attn_cp > 1 or self.sequence_parallel or self.input_scattered
 
     def _variant(self, parts: Sequence[RankStep], tokens: int) -> BatchVariant:
         prefills = all(part.phase is Phase.PREFILL for part in parts if part.spans)
@@ -116,10 +122,10 @@ class MeshScheduler:
 
     def next_step(self) -> MeshPlan | None:
         """The next step of the mesh, or None when no DP rank has anything to run."""
-        plans = tuple(part.next_step() for part in self.parts)
+        plans = tuple([part.next_step() for part in self.parts])
         if not any(plans):
             return None
-        parts = tuple(IDLE if plan is None else _rank_step(plan) for plan in plans)
+        parts = tuple([IDLE if plan is None else _rank_step(plan) for plan in plans])
         return MeshPlan(plans, MeshStep(parts, self._rules.rows(parts)))
 
     def complete(self, plan: MeshPlan) -> None:
@@ -132,7 +138,7 @@ class MeshScheduler:
 def _rank_step(plan: StepPlan) -> RankStep:
     return RankStep(
         plan.phase,
-        tuple(entry.span for entry in plan.entries),
+        tuple([entry.span for entry in plan.entries]),
         plan.token_ids,
-        tuple(entry.samples for entry in plan.entries),
+        tuple([entry.samples for entry in plan.entries]),
     )

@@ -27,6 +27,7 @@ JOIN_S = 300.0
 """How long processes of one world may take to come together."""
 LOOPBACK = "127.0.0.1"
 _GREETING_S = 5.0
+_BACKLOG = 64  # Strangers must not keep ranks out.
 _KEY = "layline/control"
 
 
@@ -53,7 +54,7 @@ class World:
         """Raise UsageError when the mesh needs another number of processes."""
         if topology.world_size != self.size:
             raise UsageError(
-                f"tp {topology.tp} needs {topology.world_size} processes, but torchrun started "
+                f"tp {topology.tp} needs {_processes(topology.world_size)}, but torchrun started "
                 f"{self.size}; expected tp {self.size}, or --nproc-per-node {topology.world_size}"
             )
 
@@ -92,29 +93,26 @@ def lead(engine: EngineConfig, world: World) -> Executor:
 
     threads = threads_of_rank(engine.threads, world.local_size)
     executor = RemoteExecutor(Supervisor(open_ranks), topology)
-    try:
-        executor.start(
-            [
-                Start(
-                    engine=asdict(engine),
-                    rank=rank,
-                    host=control.host,
-                    meeting="",
-                    threads=threads,
-                    device=rank % world.local_size,
-                    local_ranks=world.local_size,
-                )
-                for rank in range(world.size)
-            ]
-        )
-    except BaseException:
-        executor.close(1)
-        raise
+    executor.start(
+        [
+            Start(
+                engine=asdict(engine),
+                rank=rank,
+                host=control.host,
+                meeting="",
+                threads=threads,
+                device=rank % world.local_size,
+                local_ranks=world.local_size,
+            )
+            for rank in range(world.size)
+        ]
+    )
     return executor
 
 
 def follow(world: World) -> int:
     """Be one of the other ranks until rank 0 is done. Returns the exit status it gave."""
+    from layline.comm.world import close_world
     from layline.engine.wire import Connection, Hello
     from layline.engine.worker import serve
 
@@ -127,7 +125,9 @@ def follow(world: World) -> int:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.sendall(f"{token} {world.rank:8}".encode())
-    return serve(Connection(sock), Hello(world.rank), owns_process=True, store=store)
+    status = serve(Connection(sock), Hello(world.rank), owns_process=True, store=store)
+    close_world()
+    return status
 
 
 class Control:
@@ -137,7 +137,7 @@ class Control:
         self._world = world
         self._token = secrets.token_hex(16)
         self.host = os.environ["MASTER_ADDR"] if world.spans_machines else LOOPBACK
-        self._listener = socket.create_server((self.host, 0), backlog=world.size)
+        self._listener = socket.create_server((self.host, 0), backlog=_BACKLOG + world.size)
         port = self._listener.getsockname()[1]
         self.invitation = f"{self.host} {port} {self._token}"
 
@@ -180,12 +180,18 @@ class Control:
         return int(rank)
 
 
+def _processes(count: int) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"
+
+
 def _serve_in_thread(sock: socket.socket, store: Any) -> None:
+    from layline.comm.world import close_world
     from layline.engine.wire import Connection, Hello
     from layline.engine.worker import serve
 
     def run() -> None:
         with sock:
             serve(Connection(sock), Hello(0), owns_process=False, store=store)
+            close_world()
 
     threading.Thread(target=run, name="layline-rank-0", daemon=True).start()

@@ -25,13 +25,17 @@ LOOPBACK = "127.0.0.1"
 def launch(engine: EngineConfig) -> tuple[ServedModel, Executor]:
     """Open a model and start what runs it.
 
-    Raises UsageError or CheckpointError with a one-line message, RunError when a rank fails.
+    Under torchrun it returns on rank 0 only; on the others it is the rank until rank 0 is done,
+    and then leaves with SystemExit. Raises UsageError or CheckpointError with a one-line message,
+    RunError when a rank fails.
     """
     from layline.engine import elastic
 
     joined = elastic.joined_world()
     if joined is not None:
         joined.check(engine.topology())
+        if not joined.leads:
+            raise SystemExit(elastic.follow(joined))
     model, checkpoint = open_model(engine)
     try:
         if engine.topology().is_single:
@@ -60,6 +64,9 @@ def spawn(engine: EngineConfig) -> Executor:
     # Ranks find each other through a file that nobody else can read: no port, no address.
     meeting = Path(tempfile.mkdtemp(prefix="layline-"))
 
+    def forget_meeting() -> None:
+        shutil.rmtree(meeting, ignore_errors=True)
+
     def open_ranks() -> Iterator[RankLink]:
         for rank in range(ranks):
             log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its rank
@@ -67,26 +74,25 @@ def spawn(engine: EngineConfig) -> Executor:
             ours, process = start_rank(command, worker_environment(threads), log.fileno())
             yield RankLink(rank, rank_title(topology.at(rank)), ours, process, log)
 
-    supervisor = Supervisor(open_ranks, on_end=lambda: shutil.rmtree(meeting, ignore_errors=True))
+    supervisor = Supervisor(open_ranks, on_end=forget_meeting)
     executor = RemoteExecutor(supervisor, topology)
-    try:
-        executor.start(
-            [
-                Start(
-                    engine=asdict(engine),
-                    rank=rank,
-                    host=LOOPBACK,
-                    meeting=str(meeting / "ranks"),
-                    threads=threads,
-                    device=rank,
-                    local_ranks=ranks,
-                )
-                for rank in range(ranks)
-            ]
-        )
-    except BaseException:
-        executor.close()
-        raise
+    executor.start(
+        [
+            Start(
+                engine=asdict(engine),
+                rank=rank,
+                host=LOOPBACK,
+                meeting=str(meeting / "ranks"),
+                threads=threads,
+                device=rank,
+                local_ranks=ranks,
+            )
+            for rank in range(ranks)
+        ]
+    )
+    if engine.device == "cpu":
+        # NCCL goes back to it when it first communicates, gloo does not.
+        forget_meeting()
     return executor
 
 

@@ -31,8 +31,9 @@ class LLM:
     ``ep``, ``dense_tp``, ``boundary_reduction``, ``sequence_parallel``, ``input_scattered``,
     ``dp_padding``, ``cp_layout``. Also ``prefill_tokens``, the most prompt tokens of one step, and
     ``seed``, that of the random weights of ``config:DIR``. With ``tp`` above 1 workers are started,
-    and end with :meth:`close`. Raises UsageError or CheckpointError with a one-line message, and
-    RunError when a worker fails; every later call then raises it too.
+    and end with :meth:`close`; under torchrun only rank 0 comes back from here, and the others
+    leave with SystemExit when it is done. Raises UsageError or CheckpointError with a one-line
+    message, and RunError when a worker fails; every later call then raises it too.
     """
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
@@ -71,8 +72,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        failed = 3 if error is not None else 0
+        self.close(getattr(error, "exit_status", failed))
 
     @property
     def tokenizer(self) -> Tokenizer:

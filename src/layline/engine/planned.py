@@ -129,10 +129,10 @@ def plan_model(
 
 
 def element_sizes(facts: ModelFacts, device: str) -> ElementSizes:
-    """Bytes of values as the plan assumes them: sums and the residual are FP32 on the CPU."""
+    """Bytes of values, scores of a packed head aside: on the CPU outputs and residual are FP32."""
     run = ITEMSIZES[facts.dtype]
     summed = 4 if device == "cpu" else run
-    return ElementSizes(summed=summed, output=run, run=run, scores=run)
+    return ElementSizes(summed=summed, run=run, scores=run)
 
 
 def kind_for(spec: MeshSpec, variant: str, padding: str) -> BatchKind:

@@ -14,6 +14,7 @@ from layline.engine.ranks import rebuilt
 from layline.engine.step import MeshStep
 from layline.engine.step_codec import StepEncoder
 from layline.engine.supervisor import Supervisor
+from layline.errors import RunError
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.topology import GroupName, Topology
 
@@ -34,8 +35,17 @@ class RemoteExecutor:
     def start(self, messages: Sequence[wire.Start]) -> None:
         """Load the model on every rank and give all the same number of cache blocks.
 
-        Raises what a rank says it failed with, or RunError for one that is gone.
+        Raises what a rank says it failed with, or RunError for one that is gone; all ranks are
+        ended then, and when it is interrupted.
         """
+        try:
+            self._load(messages)
+        except BaseException:
+            # A rank that loads reads no messages: there is nothing to wait for.
+            self._supervisor.close(RunError.exit_status, patience_s=0.0)
+            raise
+
+    def _load(self, messages: Sequence[wire.Start]) -> None:
         for message in messages:
             self._supervisor.post(message, message.rank)
         loaded = self._supervisor.collect((wire.Loaded,), self._ranks)

@@ -60,6 +60,7 @@ class Supervisor:
         self._outbox: deque[tuple[int | None, bytes]] = deque()
         self._failure: LaylineError | None = None
         self._stop: Stop | None = None
+        self._patience_s = 0.0
         self._noted_at = 0.0
         self._decide_at: float | None = None
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -96,9 +97,13 @@ class Supervisor:
         """True until the run is closed or has failed."""
         return self._failure is None and self._stop is None
 
-    def close(self, status: int = 0) -> None:
-        """Let every rank end with ``status``, kill those that do not; a second call only waits."""
+    def close(self, status: int = 0, patience_s: float | None = None) -> None:
+        """Let every rank end with ``status``, then kill those that have not; a second call waits.
+
+        ``patience_s`` replaces the limit for ending by themselves.
+        """
         if self._stop is None:
+            self._patience_s = self._limits.stopping if patience_s is None else patience_s
             self._stop = Stop(status)
             self._wake()
         if threading.current_thread() is not self._thread:
@@ -122,8 +127,7 @@ class Supervisor:
 
     def _run(self) -> None:
         try:
-            for link in self._open_ranks():
-                self._links.append(link)
+            self._open()
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake_reader, selectors.EVENT_READ)
                 for link in self._links:
@@ -134,7 +138,7 @@ class Supervisor:
         except LaylineError as error:
             self._failure = error
         except Exception as error:  # Whoever waits must learn of it, whatever it is.
-            self._failure = RunError(f"cannot start a rank: {error}")
+            self._failure = RunError(f"the watch over the ranks failed: {error}")
             self._failure.__cause__ = error
         finally:
             for link in self._links:
@@ -143,6 +147,13 @@ class Supervisor:
             self._wake_writer.close()
             self._on_end()
             self._inbox.put(None)
+
+    def _open(self) -> None:
+        try:
+            for link in self._open_ranks():
+                self._links.append(link)
+        except OSError as error:
+            raise RunError(f"cannot start a rank: {error}") from error
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Carry messages until the run is stopped or has failed."""
@@ -275,6 +286,6 @@ class Supervisor:
             return
         self._outbox.append((None, frame(self._stop)))
         self._hand_out(selector)
-        deadline = monotonic() + self._limits.stopping
+        deadline = monotonic() + self._patience_s
         while monotonic() < deadline and not all(link.ended() for link in self._links):
             self._turn(selector, 0.02)

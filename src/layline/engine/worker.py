@@ -210,8 +210,6 @@ def serve(connection: Connection, hello: Hello, *, owns_process: bool, store: An
         blocks = rank.loaded.fitting_blocks(EngineConfig(**start.engine), start.local_ranks)
         connection.send(Loaded(blocks, rank.loaded.weight_bytes))
         return obey(connection, rank)
-    except OSError:
-        return LOST
     except Exception as error:
         report(connection, error)
         return LOST

@@ -14,7 +14,6 @@ from layline.boundary.factories import make_stages
 from layline.boundary.layout import BatchVariant
 from layline.boundary.mesh import Mesh
 from layline.boundary.residual import batch as residual_batch
-from layline.comm.groups import Group
 from layline.kernels.rope import rotate_heads_
 from layline.kernels.silu_mul import silu_mul
 from layline.layers.attention import AttentionBackend
@@ -47,6 +46,7 @@ class SelfAttention:
 
     On a mesh these are this rank's heads. The output projection never sums over ranks: its output
     is left partial, except on a slice of the tokens, which compute gathers and scatters itself.
+    Outputs then have the residual's dtype whatever kernel ran: ranks in another phase join them.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class SelfAttention:
         self._backend = backend
         self._tp_group = compute_group(mesh, GroupName.TP)
         self._cp_group = compute_group(mesh, GroupName.ATTN_CP)
+        self._output_dtype = loader.residual_dtype if mesh.topology.tp > 1 else None
         self.cache: torch.Tensor | None = None
 
     def __call__(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
@@ -118,9 +119,22 @@ class SelfAttention:
             self._window,
         )
         output = self.o_proj(attended, forward_batch.phase)
+        if self._output_dtype is None:
+            return output
+        output = output.to(self._output_dtype)
         if group is None or sliced is None:
             return output
         return scatter_shards(output, sliced, group)
+
+    def without_rows(
+        self, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """What a rank without rows does instead of a call: [0, hidden] to the same shape."""
+        if forward_batch.context_parallel is not None:
+            self.join_context(None, forward_batch)
+        if self._output_dtype is None:
+            return hidden_states
+        return hidden_states.to(self._output_dtype)
 
     def join_context(self, kv_T2KD: torch.Tensor | None, forward_batch: ForwardBatch) -> None:
         """Write the keys and values of every context-parallel rank to this rank's cache.
@@ -164,6 +178,7 @@ class GatedMLP:
         self._group = None
         if mesh.topology.dense_tp != 1:
             self._group = compute_group(mesh, GroupName.TP)
+        self._output_dtype = loader.residual_dtype if mesh.topology.tp > 1 else None
         self.down_proj = loader.row_parallel(
             f"{prefix}.down_proj",
             Region((hidden, size), columns=shards.intermediate),
@@ -173,22 +188,23 @@ class GatedMLP:
 
     def __call__(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """[tokens, hidden] to the same shape."""
-        if self._group is not None:
-            return self._on_mesh(hidden_states, forward_batch, self._group)
+        if self._output_dtype is not None:
+            return self._on_mesh(hidden_states, forward_batch).to(self._output_dtype)
         phase = forward_batch.phase
         return self.down_proj(silu_mul(self.gate_up_proj(hidden_states, phase)), phase)
 
-    def _on_mesh(
-        self, hidden_states: torch.Tensor, forward_batch: ForwardBatch, group: Group
-    ) -> torch.Tensor:
+    def _on_mesh(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        if self._group is None:
+            phase = forward_batch.phase
+            return self.down_proj(silu_mul(self.gate_up_proj(hidden_states, phase)), phase)
         assert isinstance(self.down_proj, RowParallelLinear)
         phase = forward_batch.ffn_phase or forward_batch.phase
         sliced = sliced_rows(forward_batch)
         if sliced is None:
             return self.down_proj(silu_mul(self.gate_up_proj(hidden_states, phase)), phase)
-        gathered = gather_shards(hidden_states, sliced, group)
+        gathered = gather_shards(hidden_states, sliced, self._group)
         part = self.down_proj.partial(silu_mul(self.gate_up_proj(gathered, phase)), phase)
-        return scatter_shards(part, sliced, group)
+        return scatter_shards(part, sliced, self._group)
 
 
 class DecoderLayer:
@@ -226,8 +242,8 @@ class DecoderLayer:
         hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
         if hidden_states.shape[0] != 0:
             hidden_states = self.self_attn(hidden_states, forward_batch)
-        elif forward_batch.context_parallel is not None:
-            self.self_attn.join_context(None, forward_batch)
+        else:
+            hidden_states = self.self_attn.without_rows(hidden_states, forward_batch)
         hidden_states = self.attn_boundary.finish(hidden_states, forward_batch)
 
         hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)

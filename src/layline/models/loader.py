@@ -66,6 +66,11 @@ class ModelLoader:
         self._arena = WeightArena(target.device)
         self._packed_arena = WeightArena(target.device)
 
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """The dtype of the residual, and of what ranks exchange to change it."""
+        return self._target.residual_dtype
+
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """An RMS norm over ``size`` features."""
         return RMSNorm(self._plain(f"{name}.weight", Region((size,))), eps)
@@ -112,11 +117,11 @@ class ModelLoader:
             return self.linear({name: region}, bias=bias)
         first = group.rank == 0
         linear = self.linear({name: region}, bias=bias, adds_bias=first, keeps_accumulator=True)
-        return RowParallelLinear(linear, group, reduce_results, self._target.residual_dtype)
+        return RowParallelLinear(linear, group, reduce_results, self.residual_dtype)
 
     def embedding(self, name: str, region: Region, num_rows: int) -> Embedding:
         """The token table's region, padded to ``num_rows``; a quantised one stays as it is."""
-        return Embedding(self._table(f"{name}.weight", region, num_rows), self._residual_dtype)
+        return Embedding(self._table(f"{name}.weight", region, num_rows), self.residual_dtype)
 
     def head(
         self, name: str, embedding: Embedding, region: Region, num_rows: int, tied: bool | None
@@ -187,10 +192,6 @@ class ModelLoader:
                 f"{info.file}: unexpected tensor {extra[0]!r} of shape {list(info.shape)}{more}; "
                 "the configuration has no place for it"
             )
-
-    @property
-    def _residual_dtype(self) -> torch.dtype:
-        return self._target.residual_dtype
 
     def _plain(self, name: str, region: Region, num_rows: int | None = None) -> torch.Tensor:
         """The region's values in the run's dtype, with zero rows after them up to ``num_rows``."""

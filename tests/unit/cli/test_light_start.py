@@ -63,7 +63,7 @@ def test_help_lists_every_command_and_no_later_one() -> None:
         check=True,
     )
     listed = done.stdout.split("Commands:")[1].split()
-    for name in ("pull", "generate", "chat", "bench", "doctor"):
+    for name in ("pull", "generate", "chat", "plan", "bench", "doctor"):
         assert name in listed
-    for name in ("serve", "plan", "gate"):
+    for name in ("serve", "gate"):
         assert name not in listed

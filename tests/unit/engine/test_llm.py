@@ -172,6 +172,29 @@ def test_a_stream_closed_inside_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch
     assert free_blocks(llm)[0] == free_blocks(llm)[1]
 
 
+def test_a_stream_closed_while_another_thread_runs_a_step(llm: LLM) -> None:
+    """As the garbage collector may do in a thread that the step itself waits for."""
+    import threading
+
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    holding, done = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with llm._engine._lock:
+            holding.set()
+            done.wait(20)
+
+    other = threading.Thread(target=step)
+    other.start()
+    assert holding.wait(20)
+    stream.close()
+    done.set()
+    other.join()
+    assert not llm._engine.has_work
+    assert free_blocks(llm)[0] == free_blocks(llm)[1]
+
+
 def test_memory_report_counts_matrices_and_cache(llm: LLM) -> None:
     report = llm.memory_report()
     layer = 48 * 48 + 2 * 16 * 48 + 48 * 48 + 3 * 48 * 80

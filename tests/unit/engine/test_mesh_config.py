@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 
 from layline.config import EngineConfig, default_threads, elastic_environment, threads_of_rank
 from layline.engine.balance import SampleRow
-from layline.engine.elastic import World
+from layline.engine.elastic import Control, World
 from layline.engine.executor import RowSpec, SamplingRows
 from layline.engine.step import RankStep
 from layline.errors import UsageError
@@ -94,3 +95,34 @@ def test_a_step_that_runs_twice_draws_the_same() -> None:
     rows.release(0)
     with pytest.raises(KeyError):
         drawn(rows, 12, 2)
+
+
+def greet(address: tuple[str, int], words: bytes) -> socket.socket:
+    sock = socket.create_connection(address, timeout=10)
+    sock.sendall(words)
+    return sock
+
+
+def test_only_ranks_with_the_token_are_let_in() -> None:
+    control = Control(World(0, 3, 0, 3))
+    host, port, token = control.invitation.split()
+    assert host == "127.0.0.1"
+    address = (host, int(port))
+    strangers = [
+        b"GET / HTTP/1.1\r\nHost: somewhere.else.example.org\r\n\r\n",
+        f"{'0' * len(token)} {1:8}".encode(),
+        f"{token} {0:8}".encode(),
+        f"{token} {3:8}".encode(),
+        f"{token} {'x':>8}".encode(),
+        b"\xff" * (len(token) + 9),
+    ]
+    socks = [greet(address, words) for words in strangers]
+    socks += [greet(address, f"{token} {rank:8}".encode()) for rank in (2, 2, 1)]
+    found = control.accept()
+    assert sorted(found) == [1, 2]
+    assert found[1].getpeername() == socks[-1].getsockname()
+    assert found[2].getpeername() == socks[-3].getsockname()
+    for sock in (*socks, *found.values()):
+        sock.close()
+    with pytest.raises(OSError, match="refused"):
+        greet(address, b"")

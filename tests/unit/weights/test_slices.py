@@ -147,7 +147,9 @@ def test_random_values_do_not_depend_on_how_a_tensor_is_divided(tmp_path: Path) 
     whole = torch.empty(shape)
     checkpoint.read_into("a.weight", whole)
     assert whole.std().item() == pytest.approx(1000**-0.5, rel=0.01)
-    assert whole.unique().numel() > 0.9 * whole.numel() ** 0.9
+    # No stretch of values comes again.
+    firsts = whole[:, 0].unique(return_counts=True)[1]
+    assert firsts.max() == 1
     for rows in ((2999, 3000), (0, 1), (1047, 1050), (1048, 1049), (900, 2500)):
         for columns in (None, (999, 1000), (3, 700)):
             region = Region(shape, rows, columns)

@@ -37,13 +37,11 @@ class Extent(Enum):
 class Element(Enum):
     """What type the values of a collective have.
 
-    SUMMED is that of partial sums and of the residual, OUTPUT that of a linear layer which sums
-    nothing, RUN that of weights and norms, SCORES that of the head. INPUT stands for whichever of
-    them a compute input arrives in.
+    SUMMED is that of stages' outputs and of the residual, RUN that of weights and of a norm alone,
+    SCORES that of the head. INPUT stands for whichever of them a compute input arrives in.
     """
 
     SUMMED = "summed"
-    OUTPUT = "output"
     RUN = "run"
     SCORES = "scores"
     INPUT = "input"
@@ -54,7 +52,6 @@ class ElementSizes:
     """Bytes of one value of each type."""
 
     summed: int
-    output: int
     run: int
     scores: int
 

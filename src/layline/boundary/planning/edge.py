@@ -46,7 +46,7 @@ class PreparePlan:
 
     Attributes:
         entry: The stream is initial, its value complete.
-        entry_partial: The stream is initial and the embedding left its sum.
+        entry_partial: The stream is initial and the embedding left its sum; None where it may not.
         written: The residual is written, nothing is pending.
         complete: A complete output is pending.
         declared: An output is pending whose sum was left by contract; None where none can be.
@@ -55,7 +55,7 @@ class PreparePlan:
     """
 
     entry: tuple[Op, ...]
-    entry_partial: tuple[Op, ...]
+    entry_partial: tuple[Op, ...] | None
     written: tuple[Op, ...]
     complete: tuple[Op, ...] | None
     declared: tuple[Op, ...] | None
@@ -107,13 +107,13 @@ class _Prepare:
         self._compute = decl.input.layout
         self.destination = residual_after(ground, declaration)
 
-    def entry(self) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    def entry(self) -> tuple[tuple[Op, ...], tuple[Op, ...] | None]:
         """At the stack's entry, with a complete value and with the embedding's partial one."""
         whole, rows = self._ground.attention, self.destination
         after = self._bring_input(rows)
         complete = (*move(self._ground, whole, rows, Operand.VALUE), ENTER, READ, *after)
         if self._ground.variant is not BatchVariant.INPUT_SCATTERED:
-            return complete, complete
+            return complete, None
         return complete, (*self._sum_onto(SumGroup.TP, whole, rows), ENTER, READ, *after)
 
     def written(self, leaving: ExitPlan | None) -> tuple[Op, ...]:

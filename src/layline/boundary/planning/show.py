@@ -15,7 +15,6 @@ from layline.boundary.planning.cost import Collective, Element, planned
 from layline.boundary.planning.moves import Ground
 from layline.boundary.planning.reasons import reason_of
 from layline.boundary.planning.records import Op, Operand, OpKind
-from layline.boundary.planning.resolve import ffn_is_local
 from layline.boundary.planning.stage import StagePlan
 from layline.boundary.planning.walk import Crossing, enters_partial, walk
 
@@ -121,18 +120,17 @@ class _Writer:
     def lines(self, crossing: Crossing) -> Iterator[Line]:
         """The producer's own collectives, the boundary, and what the consumer's compute adds."""
         producer, leaving = crossing.producer, crossing.leaving
-        element = Element.SUMMED if producer is None else self._output_element(producer)
         exits: tuple[Step, ...] = ()
         if producer is not None and leaving is not None:
             kind = _short(producer)
             sums = [
-                planned(op, self._ground.topology, self._compute.hidden_size, element)
+                planned(op, self._ground.topology, self._compute.hidden_size, Element.SUMMED)
                 for op in leaving.compute
             ]
             layout = producer.path(self._ground.kind).decl.output.layout
             yield from self.compute_line(kind, layout, sums, leaving.reason)
-            exits, element = self._steps(leaving.ops, element)
-        prepare, element = self._steps(crossing.prepare, element)
+            exits, _ = self._steps(leaving.ops)
+        prepare, arrives = self._steps(crossing.prepare)
         yield Line(
             name=crossing.name,
             rows=(
@@ -154,7 +152,7 @@ class _Writer:
             name = _short(crossing.consumer)
             own = self._compute.attention if name == "attn" else self._compute.ffn
         arrived = [
-            replace(one, element=element) if one.element is Element.INPUT else one for one in own
+            replace(one, element=arrives) if one.element is Element.INPUT else one for one in own
         ]
         yield from self.compute_line(name, crossing.compute_rows, arrived)
 
@@ -167,28 +165,21 @@ class _Writer:
             steps = tuple(Step(f"{one.kind.value} {one.group.name}", one) for one in collectives)
             yield Line(name, (rows, rows), compute=steps, reason=reason)
 
-    def _steps(self, ops: Sequence[Op], value: Element) -> tuple[tuple[Step, ...], Element]:
-        """Steps, and the type of what they end in; ``value`` is that of the output at first."""
-        current = {
-            Operand.VALUE: value,
-            Operand.RESIDUAL: Element.SUMMED,
-            Operand.INPUT: Element.RUN,
-        }
+    def _steps(self, ops: Sequence[Op]) -> tuple[tuple[Step, ...], Element]:
+        """Steps, and the type of the compute input that they make."""
+        arrives = Element.RUN
         steps = []
         for op in ops:
             collective = None
             if op.is_collective:
+                element = arrives if op.operand is Operand.INPUT else Element.SUMMED
                 hidden = self._compute.hidden_size
-                element = current[op.operand]
                 collective = planned(op, self._ground.topology, hidden, element)
             steps.append(Step(self._text(op), collective))
-            if op.kind in (OpKind.UPDATE, OpKind.JOIN, OpKind.JOIN_SLICE):
-                current[Operand.VALUE] = Element.SUMMED
-            elif op.kind is OpKind.UPDATE_AND_READ:
+            if op.kind is OpKind.UPDATE_AND_READ:
                 # The fused read gives what it was given, so as not to round twice.
-                current[Operand.INPUT] = current[Operand.VALUE]
-        reads = any(op.kind in (OpKind.READ, OpKind.UPDATE_AND_READ) for op in ops)
-        return tuple(steps), current[Operand.INPUT if reads else Operand.VALUE]
+                arrives = Element.SUMMED
+        return tuple(steps), arrives
 
     def _text(self, op: Op) -> str:
         if op.kind is OpKind.TAKE_RESIDUAL and op.before == op.after:
@@ -203,14 +194,6 @@ class _Writer:
         if op.quantised:
             words.append("(int8 in prefill)")
         return " ".join(words)
-
-    def _output_element(self, producer: StagePlan) -> Element:
-        topology = self._ground.topology
-        if producer.declaration.kind is StageKind.ATTN:
-            sums = topology.attn_tp > 1
-        else:
-            sums = topology.tp > 1 and not ffn_is_local(self._ground)
-        return Element.SUMMED if sums else Element.OUTPUT
 
     def _rows_before(self, crossing: Crossing) -> Layout:
         if crossing.producer is None:

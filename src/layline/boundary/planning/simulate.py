@@ -20,7 +20,6 @@ from layline.boundary.planning.moves import Ground
 from layline.boundary.planning.records import Op
 from layline.boundary.planning.resolve import ffn_is_local
 from layline.boundary.planning.simulated_rows import (
-    LOCAL_STEPS,
     POISONED,
     Memo,
     RankState,
@@ -35,6 +34,7 @@ from layline.boundary.planning.simulated_rows import (
     run_collective,
     share_once,
 )
+from layline.boundary.planning.simulated_steps import LOCAL_STEPS
 from layline.boundary.planning.stage import StagePlan, plan_stage
 from layline.boundary.planning.walk import walk
 from layline.boundary.rows import BatchKind, StepRows, kind_of, rank_rows

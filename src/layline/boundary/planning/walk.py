@@ -89,7 +89,9 @@ def walk(
         path = plan.path(ground.kind)
         prepare = path.prepare if source is None else path.prepares[source]
         if leaving is None:
-            ops = prepare.entry_partial if partial_entry else prepare.entry
+            entry = prepare.entry_partial if partial_entry else prepare.entry
+            assert entry is not None, "only an input-scattered stack is entered by a partial sum"
+            ops = entry
         elif leaving.writes:
             ops = prepare.written
         elif leaving.declared is not None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from layline.boundary.contracts import BatchState
-from layline.boundary.ops import Transit
 from layline.boundary.residual.stream import (
     NOT_STARTED,
     STILL_PENDING,
@@ -75,13 +74,7 @@ def norm(
         normed = layernorm(updated)
     if capture_output is not None:
         capture_output(updated, owned=False)
-    if contribution is None or not contribution.after_norm:
-        return normed
-    transit = Transit(rows, None)
-    transit.input = normed
-    for step in contribution.after_norm:
-        step(transit)
-    return transit.input
+    return normed if contribution is None else contribution.returned(normed, rows)
 
 
 def take_output(hidden_states: Any, forward_batch: BatchState) -> Any:
@@ -115,6 +108,8 @@ def to_pp(hidden_states: Any, forward_batch: BatchState) -> dict[str, Any]:
             f"to_pp has no path for a pending {type(contribution.update).__name__}; expected a "
             "plain update, or one applied at the producer"
         )
+    # The receiver knows the rows of the output, not of a residual that stayed where it was.
+    residual = contribution.residual_on_rows(residual, forward_batch.rows)
     forward_batch.residual_stream = None
     return {"hidden_states": contribution.value, "residual": residual}
 
@@ -132,6 +127,9 @@ def fold(hidden_states: Any, forward_batch: BatchState) -> Any:
         return stream.write(stream.residual)
     residual = contribution.residual_on_rows(stream.residual, forward_batch.rows)
     updated = contribution.update.apply(contribution.value, residual)
+    if contribution.after_norm:
+        # The stack ends here: no stage follows that would know which rows these are.
+        return stream.write(contribution.returned(updated, forward_batch.rows))
     return stream.write(updated, contribution.rows)
 
 

@@ -69,8 +69,8 @@ class OwedWork:
 class Contribution:
     """A producer's value [tokens, hidden], its residual update, and the work it still owes.
 
-    ``rows`` are those of the finished value; ``residual_moves`` bring the residual to them, and
-    ``after_norm`` a final norm's result back to attention rows.
+    ``rows`` are those of the finished value; ``residual_moves`` bring the residual to them, and at
+    the end of a stack ``after_norm`` brings the result back to attention rows.
     """
 
     value: Any
@@ -88,6 +88,16 @@ class Contribution:
         for step in self.residual_moves:
             step(transit)
         return transit.residual
+
+    def returned(self, result: Any, rows: RankRows | None) -> Any:
+        """What a stack ends with, on attention rows."""
+        if not self.after_norm:
+            return result
+        transit = Transit(rows, None)
+        transit.input = result
+        for step in self.after_norm:
+            step(transit)
+        return transit.input
 
 
 class ResidualStream:

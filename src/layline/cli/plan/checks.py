@@ -31,7 +31,8 @@ def simulation(plan: ModelPlan) -> tuple[dict[str, Any], str]:
         "rows": done.rows,
     }
     text = (
-        f"simulation passed: {ranks} rank{'s' if ranks > 1 else ''}, {done.kinds} kinds of batch, "
+        f"simulation passed: {ranks} rank{'s' if ranks > 1 else ''}, "
+        f"{done.kinds} kind{'s' if done.kinds > 1 else ''} of batch, "
         f"{done.steps} steps (even, ragged, idle, empty), {done.paths} prepared paths walked, "
         f"{done.rows:,} rows checked"
     )

@@ -36,7 +36,7 @@ def as_data(plan: ModelPlan) -> dict[str, Any]:
             for kind in batch_kinds(spec)
         ],
         "value_bytes": {
-            "sums_and_residual": plan.sizes.summed,
+            "outputs_and_residual": plan.sizes.summed,
             "weights_and_norms": plan.sizes.run,
         },
         "lines": [line_data(plan, line, times) for line, times in plan.distinct.items()],
@@ -60,6 +60,7 @@ def as_data(plan: ModelPlan) -> dict[str, Any]:
             "weights_bytes": memory.weights,
             "kv_bytes_per_token": memory.kv_per_token,
             "slots_bytes": None,
+            "decode_copies_counted": not facts.packed,
         },
     }
 

@@ -110,10 +110,10 @@ def notes(data: dict[str, Any]) -> str:
     """What the letters and the numbers mean."""
     used = {row for line in data["lines"] for row in (*line["rows"], *(line["residual"] or ()))}
     legend = ", ".join(f"{name}: {text}" for name, text in LEGEND.items() if name in used)
-    size = data["value_bytes"]["sums_and_residual"]
+    size = data["value_bytes"]["outputs_and_residual"]
     text = (
         f"Rows {legend}. Payload and wire: bytes per token of the step and rank, slots equally "
-        f"full; sums and the residual have {size} bytes a value."
+        f"full; outputs and the residual have {size} bytes a value."
     )
     scored = any(
         step.get("per") == "scored row" for line in data["lines"] for step in line["compute"]
@@ -172,8 +172,9 @@ def cells(total: dict[str, Any]) -> list[str]:
 def memory(data: dict[str, Any]) -> str:
     """What one rank holds."""
     found = data["memory_per_rank"]
+    copies = "" if found["decode_copies_counted"] else " (packed copies for decode not counted)"
     return (
-        f"memory of a rank: weights {held(found['weights_bytes'])} as {data['dtype']}, "
+        f"memory of a rank: weights {held(found['weights_bytes'])} as {data['dtype']}{copies}, "
         f"keys and values {held(found['kv_bytes_per_token'])} per token, slots n/a"
     )
 
