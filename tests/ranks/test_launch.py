@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from layline import LLM, SamplingParams
-from layline.errors import RunError, UsageError
+from layline.errors import RunError, SamplingError, UsageError
 from support.model import smollm2_path
 from support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
@@ -238,9 +238,12 @@ def test_a_run_uses_what_it_started(directory: Path) -> None:
         assert ours.token_id == theirs.token_id
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    with pytest.raises(SamplingError, match="logit_bias token id 5000 is not in the vocabulary"):
+        llm.generate([PROMPTS[0]], SamplingParams(logit_bias={5000: 1.0}))
     stream = llm.stream(PROMPTS[1], GREEDY)
     next(stream)
     stream.close()
+    assert not llm._engine.has_work
     stream = llm.stream(PROMPTS[1], GREEDY)
     next(stream)
     os.kill(ranks[1].pid, signal.SIGKILL)

@@ -1,7 +1,8 @@
 """A rank without a model, run by path: ``fake_rank.py BEHAVIOUR RANK DESCRIPTOR PARENT``.
 
-Answers steps with token 7, and does what BEHAVIOUR says once it is told to run a step (or, for
-``load:...``, to load): die, stop, talk nonsense, hang, or fail with an error's name.
+Answers every row of a step with the step's number, and does what BEHAVIOUR says once it is told to
+run a step (or, for ``load:...``, to load): die, stop, talk nonsense, hang, or fail with the name of
+an error.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
             if behaviour == "slow":
                 time.sleep(0.3)
             misbehave(connection, behaviour)
-            ids = [7 for part in message.rows for _ in part]
+            ids = [message.number for part in message.rows for _ in part]
             if behaviour.startswith("refuse:"):
                 name = behaviour.partition(":")[2]
                 connection.send(wire.Refused(message.number, name, "no token"))
