@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import distributed
 from layline.comm.groups import Groups
 from layline.comm.simulated import run_ranks
 from layline.comm.wires import DIRECT_BYTES
-from layline.comm.world import Rendezvous, backend_for, host_store, make_groups, open_world
+from layline.comm.world import FileStore, backend_for, make_groups, open_world
 from layline.errors import CollectiveError
 from layline.topology import GroupName, Topology
 from support.ranks import Settings, run_outcomes, run_processes
@@ -365,16 +366,11 @@ def test_a_world_of_another_size_is_refused() -> None:
     assert second == "this is rank 1 of 2; the topology says rank 1 of 4"
 
 
-@pytest.mark.parametrize("hosts_store", [True, False])
-def test_a_rank_that_finds_nobody_says_where_it_looked(hosts_store: bool) -> None:
-    store = host_store()
-    port = 0 if hosts_store else store.port
-    rendezvous = Rendezvous(port=port, rank=0, world_size=2, timeout_s=0.5, hosts_store=hosts_store)
+def test_a_rank_that_finds_nobody_says_so(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "meeting"), 2)
     with pytest.raises(CollectiveError) as caught:
-        open_world(rendezvous, torch.device("cpu"))
-    assert str(caught.value).startswith(
-        f"rank 0 of 2 could not join at 127.0.0.1:{port} (timeout 0.5 s): "
-    )
+        open_world(TWO, store, torch.device("cpu"), timeout_s=0.5)
+    assert str(caught.value).startswith("rank 0 of 2 could not join the others (timeout 0.5 s): ")
     assert "\n" not in str(caught.value)
     assert not distributed.is_initialized()
 
@@ -401,9 +397,8 @@ def addresses(topology: Topology, groups: Groups) -> set[str]:
 @pytest.mark.skipif(not SOCKET_TABLES[0].exists(), reason="reads Linux's /proc")
 def test_only_the_loopback_interface_is_listened_on() -> None:
     loopback = "0100007F"
-    store = host_store()
-    assert listening_addresses() == {loopback}
-    assert store.port > 0
+    with socket.create_server(("127.0.0.1", 0)):
+        assert listening_addresses() == {loopback}
     assert set().union(*run_processes(TWO, addresses)) <= {loopback}
 
 

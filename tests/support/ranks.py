@@ -6,12 +6,14 @@ import contextlib
 import io
 import multiprocessing
 import os
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from layline.topology import Topology
@@ -76,17 +78,16 @@ def run_outcomes(
 
     Ranks that have not ended after ``timeout_s`` are killed and have exit code -9.
     """
-    from layline.comm.world import host_store
-
-    store = host_store()
     job = _packed((function, arguments))
     processes, ends = [], []
+    folder = tempfile.TemporaryDirectory(prefix="layline-ranks-")
+    meeting = str(Path(folder.name) / "meeting")
     try:
         for rank in range(topology.world_size):
             mine, its = PROCESSES.Pipe()
             process = PROCESSES.Process(
                 target=_rank_main,
-                args=(topology.at(rank), store.port, job, settings, its),
+                args=(topology.at(rank), meeting, job, settings, its),
                 daemon=True,
             )
             process.start()
@@ -98,6 +99,7 @@ def run_outcomes(
             process.join(0.0 if len(answers) < len(processes) else 5.0)
     finally:
         _kill(processes)
+        folder.cleanup()
     return [
         Outcome(rank, *answers.get(rank, (None, None)), exit_code=process.exitcode)
         for rank, process in enumerate(processes)
@@ -145,7 +147,7 @@ def _kill(processes: Iterable[Any]) -> None:
 
 
 def _rank_main(
-    topology: Topology, port: int, job: bytes, settings: Settings, answer: Connection
+    topology: Topology, meeting: str, job: bytes, settings: Settings, answer: Connection
 ) -> None:
     threading.Thread(target=_die_with_parent, daemon=True).start()
     import torch
@@ -158,15 +160,8 @@ def _rank_main(
         device = torch.device("cpu")
         if settings.backend == "nccl":
             device = torch.device("cuda", topology.rank)
-            torch.cuda.set_device(device)
-        rendezvous = world.Rendezvous(
-            port=port,
-            rank=topology.rank,
-            world_size=topology.world_size,
-            timeout_s=30.0,
-            hosts_store=False,
-        )
-        world.open_world(rendezvous, device)
+        store = world.FileStore(meeting, topology.world_size)
+        world.open_world(topology, store, device)
         groups = world.make_groups(
             topology, device, timeout_s=settings.group_timeout_s, verified=settings.verified
         )

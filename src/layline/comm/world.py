@@ -1,6 +1,6 @@
 """Bringing processes together: an explicit rendezvous, then a process group for each set of ranks.
 
-Nothing is read from the environment. Everything listens on the rendezvous' interface only.
+Where they meet is a store that the caller brings. Connections are on one interface only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,78 +20,41 @@ from layline.errors import CollectiveError
 from layline.topology import GroupName, Topology
 
 LOOPBACK = "127.0.0.1"
-TCPStore: Any = distributed.TCPStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+FileStore: Any = distributed.FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the ranks of a run meet.
+def open_world(
+    topology: Topology,
+    store: Any,
+    device: torch.device,
+    *,
+    host: str = LOOPBACK,
+    timeout_s: float = 30.0,
+) -> None:
+    """Join the other ranks at ``store``. Every rank calls this once, before :func:`make_groups`.
 
-    Attributes:
-        port: Of the key-value store.
-        rank: Of this process, global.
-        world_size: All processes.
-        host: Of the store.
-        timeout_s: How long to wait for the others, here and in every gloo collective.
-        hosts_store: Whether this process runs the store; the default is that rank 0 does. Under
-            torchrun, or when a parent called :func:`host_store`, no rank does.
-    """
-
-    port: int
-    rank: int
-    world_size: int
-    host: str = LOOPBACK
-    timeout_s: float = 30.0
-    hosts_store: bool | None = None
-
-
-def host_store(host: str = LOOPBACK, port: int = 0, timeout_s: float = 30.0) -> Any:
-    """A store for the ranks to meet at, to be kept alive by a parent that is none of them.
-
-    Port 0 picks a free one; the store's ``port`` says which. It listens on ``host`` alone.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The store would listen on every interface if it opened the socket itself. It closes this one.
-    listener = socket.create_server((host, port), family=family)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def open_world(rendezvous: Rendezvous, device: torch.device) -> None:
-    """Join the other ranks. Every rank calls this once, before :func:`make_groups`.
-
-    The backend follows ``device``: gloo for "cpu", NCCL for "cuda:N".
+    The backend follows ``device``: gloo for "cpu", NCCL for "cuda:N". Connections are on the
+    loopback interface when ``host`` is. ``timeout_s`` bounds the wait here.
 
     Raises CollectiveError when the others do not come in time.
     """
-    timeout = timedelta(seconds=rendezvous.timeout_s)
-    here = rendezvous.rank
-    hosts = here == 0 if rendezvous.hosts_store is None else rendezvous.hosts_store
+    here, size = topology.rank, topology.world_size
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     try:
-        if hosts:
-            store = host_store(rendezvous.host, rendezvous.port, rendezvous.timeout_s)
-        else:
-            store = TCPStore(rendezvous.host, rendezvous.port, timeout=timeout)
-        with _interface_of(rendezvous.host):
+        store.set_timeout(timedelta(seconds=timeout_s))
+        with _interface_of(host):
             distributed.init_process_group(
                 backend_for(device),
                 store=store,
                 rank=here,
-                world_size=rendezvous.world_size,
-                timeout=timeout,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_s),
             )
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CollectiveError(
-            f"rank {here} of {rendezvous.world_size} could not join at "
-            f"{rendezvous.host}:{rendezvous.port} (timeout {rendezvous.timeout_s:g} s): {reason}"
+            f"rank {here} of {size} could not join the others (timeout {timeout_s:g} s): {reason}"
         ) from error
 
 
