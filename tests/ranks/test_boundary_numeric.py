@@ -220,6 +220,28 @@ def test_sums_of_ranks_run_in_the_stated_order() -> None:  # boundary G23, G24
     ]
 
 
+@pytest.mark.parametrize("variant", [BatchVariant.ORDINARY, BatchVariant.INPUT_SCATTERED])
+@pytest.mark.parametrize("padding", DpPadding)
+def test_a_residual_may_be_wider_than_outputs(variant: BatchVariant, padding: DpPadding) -> None:
+    # boundary G21, G23, G28
+    """FP32 beside bfloat16: where one joins the other's sum, all ranks bring the same dtype."""
+    data_parallel = variant is BatchVariant.ORDINARY
+    spec = mesh_spec(Topology(tp=4, attn_dp=2) if data_parallel else Topology(tp=2))
+    case = Case(spec, batch_kind(variant, padding if data_parallel else None))
+    wanted = reference(LAYERS, case.step)
+    assert wanted.result is not None
+
+    def on_rank(rank: ToyRank) -> None:
+        rank.dtype = torch.bfloat16
+        hidden = rank.run(rank.start())
+        assert rank.batch.residual_stream.residual.dtype is torch.float32
+        out = rank.finish(hidden).float()
+        own = wanted.rows(wanted.result, rank.seat.own)
+        torch.testing.assert_close(out, own, rtol=0.03, atol=0.03)
+
+    on_ranks(spec, LAYERS, case.step, on_rank)
+
+
 def test_quantised_sums_run_in_prefill_only() -> None:  # boundary G32
     spec = MeshSpec(topology=Topology(tp=2), quantised_all_reduce=True)
     case = Case(spec, batch_kind(BatchVariant.ORDINARY))

@@ -61,7 +61,7 @@ class Cut:
 @pytest.mark.parametrize("cut", range(1, len(NAMES)))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_cut_stack_equals_the_whole(mesh: Topology, cut: int) -> None:
-    # boundary G22, G77, G78, G79
+    # boundary G22, G65, G77, G78, G79
     """At every edge; and not one collective more than without the cut but for moved residuals."""
     for spec in with_policies(mesh_spec(mesh)):
         if spec.policy not in (ReductionPolicy.AR, ReductionPolicy.RS_RSV):

@@ -115,7 +115,7 @@ def test_gathers_and_empty_outputs_are_no_sums() -> None:  # boundary G22
 
 
 @pytest.mark.parametrize("shape", ["ragged", "lonely", "empty"])
-def test_an_idle_rank_decides_as_its_peers(shape: str) -> None:  # boundary G44, G50
+def test_an_idle_rank_decides_as_its_peers(shape: str) -> None:  # boundary G44, G49, G50
     """By the tokens of all DP ranks; and nothing that happens later changes the decision."""
     spec = MeshSpec(topology=Topology(tp=4, attn_dp=4), policy=ReductionPolicy.AR)
     case = Case(spec, batch_kind(BatchVariant.ORDINARY, DpPadding.SUM_LEN), shape)

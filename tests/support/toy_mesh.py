@@ -183,6 +183,7 @@ class ToyRank:
     ) -> None:
         topology = spec.topology
         self.spec, self.names = spec, names
+        self.dtype = torch.float32
         self.recorder = Recorder()
         self.mesh = make_mesh(spec, *record_groups(groups, self.recorder))
         rows = rank_rows(step, topology, **facts)
@@ -252,7 +253,8 @@ class ToyRank:
         alone = not attention and self.spec.topology.dense_tp == 1
         of = 1 if alone else self.spec.topology.size(axis)
         share = self.spec.topology.index_in(axis) if of > 1 else 0
-        y = _padded(lambda x, tokens: part(index, x, tokens, share, of), x, tokens)
+        y = _padded(lambda x, tokens: part(index, x.float(), tokens, share, of), x, tokens)
+        y = y.to(self.dtype)
         reduces = of > 1 and declaration.reduction is not ProducerReduction.PARTIAL
         flags = get_forward()
         skips = flags.fuse_mlp_allreduce or flags.mlp_reduce_scatter

@@ -181,7 +181,7 @@ def test_an_update_at_the_producer_writes_the_stream() -> None:  # boundary G63
     torch.testing.assert_close(ffn.prepare(h, fb), norm(2)(rows(0) + 2 * rows(5)))
 
 
-def test_leaving_keeps_no_stream_and_no_layer_buffer() -> None:  # boundary G65
+def test_leaving_keeps_no_stream_and_no_layer_buffer() -> None:  # boundary G14, G65
     def buffers() -> tuple[Any, Any, list[weakref.ref[torch.Tensor]]]:
         fb, attn, h = entered(rows(5))
         held = [weakref.ref(h), weakref.ref(fb.residual_stream.residual)]
