@@ -15,6 +15,7 @@
     │   ├── DeclarationError (ValueError)       declarations that do not fit together
     │   ├── StreamError (RuntimeError)          the residual stream's protocol was broken
     │   └── BoundaryUnsupportedError (NotImplementedError)  no path for this batch or update
+    ├── KernelError (RuntimeError)          no native kernels; never leaves, torch's run   exit 3
     └── RunError (RuntimeError)             the run itself failed                          exit 3
 
 The command line prints the message as one line and exits with ``exit_status``.
@@ -92,6 +93,10 @@ class StreamError(BoundaryError, RuntimeError):
 
 class BoundaryUnsupportedError(BoundaryError, NotImplementedError):
     """There is no correct path for this batch, update or row movement."""
+
+
+class KernelError(LaylineError, RuntimeError):
+    """The native kernels cannot be compiled or loaded; the message is the reason in words."""
 
 
 class RunError(LaylineError, RuntimeError):

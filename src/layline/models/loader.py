@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from layline.errors import TensorError
+from layline.kernels.native.library import native_kernels
+from layline.kernels.native.pack import pack_native
 from layline.kernels.packed_matmul import (
     GROUP,
     ROW_ALIGNMENT,
@@ -60,6 +62,8 @@ class ModelLoader:
         self._infos = checkpoint.infos()
         self._makes_weights = checkpoint.kind == "random"
         self._used: set[str] = set()
+        if target.packed:
+            native_kernels()  # Compiles where it must, before threads ask for them.
         # Decode streams packed weights only; apart from the others they are dense in memory.
         self._arena = WeightArena(target.device)
         self._packed_arena = WeightArena(target.device)
@@ -72,17 +76,23 @@ class ModelLoader:
         self, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool
     ) -> Linear:
         """One linear layer holding the named projections as consecutive rows."""
-        weight = self._arena.empty((sum(sizes), in_features), self._target.dtype)
-        parts = list(zip(names, torch.split(weight, list(sizes)), strict=True))
-        packed = self._packed({f"{name}.weight": rows for name, rows in parts})
-        if packed is None:
-            for name, rows in parts:
-                self._read_into(f"{name}.weight", rows)
+        shapes = {
+            f"{name}.weight": (size, in_features) for name, size in zip(names, sizes, strict=True)
+        }
+        packed = self._packed(shapes)
+        weight = None
+        if packed is None or not packed.serves_prefill:
+            weight = self._arena.empty((sum(sizes), in_features), self._target.dtype)
+            for name, rows in zip(shapes, torch.split(weight, list(sizes)), strict=True):
+                self._read_into(name, rows)
+        else:
+            for name in shapes:
+                self._checkpoint.release(name)
         merged_bias = None
         if bias:
             pairs = zip(names, sizes, strict=True)
             merged_bias = torch.cat([self._plain(f"{name}.bias", (size,)) for name, size in pairs])
-        return Linear(weight, merged_bias, packed)
+        return Linear(weight, merged_bias, packed, keeps_accumulator=weight is None)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """The token table; a quantised one stays as it is in the file when packing."""
@@ -200,24 +210,19 @@ class ModelLoader:
                 f"{list(expected)}"
             )
 
-    def _packed(self, rows: Mapping[str, torch.Tensor]) -> PackedWeight | None:
-        """Expand quantised matrices into ``rows`` and pack them, or do nothing and return None."""
-        columns = next(iter(rows.values())).shape[1]
+    def _packed(self, shapes: Mapping[str, tuple[int, int]]) -> PackedWeight | None:
+        """The named matrices stacked and packed, or None where they are to stay plain."""
+        columns = next(iter(shapes.values()))[1]
         if not self._target.packed or columns % GROUP:
             return None
-        for name, out in rows.items():
-            self._check(name, tuple(out.shape))
-        matrices = {name: self._checkpoint.read(name) for name in rows}
-        quantised = [part for part in matrices.values() if isinstance(part, QuantizedTensor)]
+        for name, shape in shapes.items():
+            self._check(name, shape)
+        matrices = [self._checkpoint.read(name) for name in shapes]
+        quantised = [part for part in matrices if isinstance(part, QuantizedTensor)]
         if len(quantised) != len(matrices):
             return None
-        for matrix, out in zip(quantised, rows.values(), strict=True):
-            matrix.dequantize(out.dtype, out=out)
-        packed = pack(quantised, self._packed_arena)
-        for name in rows:
-            self._checkpoint.release(name)
-            self._used.add(name)
-        return packed
+        self._used.update(shapes)
+        return pack(quantised, self._packed_arena)
 
     def _head_on(self, table: torch.Tensor | QuantizedTensor) -> Linear:
         if isinstance(table, QuantizedTensor):
@@ -228,8 +233,12 @@ class ModelLoader:
 def pack(matrices: Sequence[QuantizedTensor], arena: WeightArena) -> PackedWeight:
     """Pack quantised matrices [*, in features], stacked by rows.
 
-    4-bit blocks keep their values as int4; everything else becomes int8 with a scale for each row.
+    4-bit blocks keep their values as int4. The native kernels, where they run, keep Q8_0 too and
+    take the rest as int8 with a scale for each 32 values; torch's take int8 with one for each row.
     """
+    library = native_kernels().library
+    if library is not None:
+        return pack_native(library, matrices, arena.empty)
     rows = sum(matrix.shape[0] for matrix in matrices)
     aligned = rows % ROW_ALIGNMENT == 0
     if aligned and all(matrix.encoding in FOUR_BIT for matrix in matrices):
