@@ -1,5 +1,6 @@
-/* The vector part for AVX2 with FMA: a tile is multiplied in two halves of 8 rows, and a block in
- * parts of 4 tokens. The arithmetic and its order are those of avx512.c, to the bit. */
+/* The vector part for AVX2 with FMA, and AVX-VNNI where the compiler was told of it: a tile is
+ * multiplied in two halves of 8 rows, and a block in parts of 4 tokens. The arithmetic and its order
+ * are those of avx512.c, to the bit. */
 #include "packed.h"
 
 #include <immintrin.h>
@@ -86,6 +87,15 @@ INLINE __m256 factors(const uint8_t *group, int format, int half, int which)
     return _mm256_loadu_ps((const float *)(at + 64 * which + 32 * half));
 }
 
+INLINE __m256i add_products(__m256i sum, __m256i w, __m256i x)
+{
+#ifdef __AVXVNNI__
+    return _mm256_dpwssd_avx_epi32(sum, w, x);
+#else
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x));
+#endif
+}
+
 /* `count` tokens from a block of `width`, whose first one x and pairs point at. */
 INLINE void multiply(const uint8_t *tile, const int format, int64_t groups, const int32_t *x,
                      const float *pairs, int width, const int half, const int count, float *out)
@@ -103,10 +113,8 @@ INLINE void multiply(const uint8_t *tile, const int format, int64_t groups, cons
         for (int pair = 0; pair < PAIRS; pair++) {
             __m256i w = values(tile, format, half, pair);
 #pragma GCC unroll 4
-            for (int t = 0; t < count; t++) {
-                __m256i sum = _mm256_madd_epi16(w, _mm256_set1_epi32(x[t * PAIRS + pair]));
-                products[t] = _mm256_add_epi32(products[t], sum);
-            }
+            for (int t = 0; t < count; t++)
+                products[t] = add_products(products[t], w, _mm256_set1_epi32(x[t * PAIRS + pair]));
         }
         const __m256 scale = factors(tile, format, half, 0);
         const __m256 minimum = factors(tile, format, half, 1);

@@ -20,7 +20,7 @@ from layline.errors import KernelError
 SOURCES = Path(__file__).parent
 COMMON = ("packed.h", "matmul.c", "pack.c")
 COMPILERS = ("gcc", "cc", "clang")
-OPTIONS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
+OPTIONS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-shared")
 LONGEST_COMPILATION = 120.0  # Seconds.
 
 
@@ -40,6 +40,12 @@ INSTRUCTION_SETS = (
         "avx512.c",
         frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c"}),
         ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c"),
+    ),
+    InstructionSet(
+        "AVX-VNNI",
+        "avx2.c",
+        frozenset({"avx2", "avx_vnni", "fma", "f16c"}),
+        ("-mavx2", "-mavxvnni", "-mfma", "-mf16c"),
     ),
     InstructionSet(
         "AVX2", "avx2.c", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c")
@@ -66,6 +72,17 @@ def find_compiler() -> Path:
         if found := shutil.which(name):
             return Path(found)
     raise KernelError("no C compiler found; install gcc")
+
+
+def compiler_version() -> str:
+    """The first line of what the compiler says of itself; why not, where there is none."""
+    try:
+        compiler = find_compiler()
+        command = [str(compiler), "--version"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (KernelError, OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return said.stdout.partition("\n")[0]
 
 
 def compiled(instructions: InstructionSet, folder: Path) -> Path:

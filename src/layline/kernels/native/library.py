@@ -53,15 +53,32 @@ class Availability:
 def native_kernels() -> Availability:
     """What this process uses. The first call may compile; a failure is not tried again."""
     if cpu_kernels() == "torch":
-        return Availability(None, "LAYLINE_CPU_KERNELS=torch")
-    return _best()
+        return Availability(None, "LAYLINE_CPU_KERNELS is torch")
+    return _chosen(cache_root() / "kernels")
 
 
-@functools.cache
-def load(instructions: InstructionSet) -> NativeLibrary:
+def choose(flags: frozenset[str], folder: Path) -> Availability:
+    """The best library for a CPU with ``flags``, kept in ``folder``.
+
+    A compiler may be too old for an instruction set; then the next one is tried.
+    """
+    failures = []
+    for instructions in INSTRUCTION_SETS:
+        if instructions.cpu_flags <= flags:
+            try:
+                library = load(instructions, folder)
+            except KernelError as error:
+                failures.append(str(error))
+                continue
+            return Availability(library, f"compiled from C for {instructions.name}")
+    names = ", ".join(instructions.name for instructions in INSTRUCTION_SETS)
+    return Availability(None, failures[0] if failures else f"this CPU has none of {names}")
+
+
+def load(instructions: InstructionSet, folder: Path) -> NativeLibrary:
     """The library for ``instructions``. Raises KernelError where it cannot be made or loaded."""
     pool = _torch_pool()
-    path = compiled(instructions, cache_root() / "kernels")
+    path = compiled(instructions, folder)
     try:
         library = ctypes.CDLL(str(path))
         matmul, pack = library.layline_matmul, library.layline_pack
@@ -75,17 +92,8 @@ def load(instructions: InstructionSet) -> NativeLibrary:
 
 
 @functools.cache
-def _best() -> Availability:
-    flags = cpu_flags()
-    for instructions in INSTRUCTION_SETS:
-        if instructions.cpu_flags <= flags:
-            try:
-                library = load(instructions)
-            except KernelError as error:
-                return Availability(None, str(error))
-            return Availability(library, f"this CPU has {instructions.name}")
-    wanted = " nor ".join(instructions.name for instructions in INSTRUCTION_SETS)
-    return Availability(None, f"this CPU has neither {wanted}")
+def _chosen(folder: Path) -> Availability:
+    return choose(cpu_flags(), folder)
 
 
 def _torch_pool() -> int:

@@ -68,7 +68,7 @@ class NativeWeight:
         value = torch.int8 if layout & EIGHT else torch.uint8
         if [tuple(part.shape) for part in parts] != shapes or values_RK.dtype is not value:
             raise ValueError(f"parts do not fit a packed matrix of {self.rows} x {self.columns}")
-        if first % TILE or not 0 < count <= self.rows - first:
+        if first % TILE or first < 0 or not 0 < count <= self.rows - first:
             raise ValueError(f"{count} rows from {first} on do not fit {self.rows} rows")
         if count % TILE and first + count != self.rows:
             raise ValueError(f"{count} rows end within a tile")
