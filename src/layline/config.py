@@ -20,6 +20,7 @@ CP_LAYOUTS = ("contiguous", "zigzag")
 MAX_DEGREE = 1024
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+CPU_KERNELS = ("auto", "torch")
 MAX_THREADS = 1024
 MAX_SIZE = 1 << 60
 
@@ -76,6 +77,7 @@ class EngineConfig:
         _require_positive("prefill_tokens", self.prefill_tokens)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise UsageError(f"seed {self.seed!r} must be an integer")
+        cpu_kernels()
         self._check_mesh()
 
     def topology(self) -> Topology:
@@ -126,6 +128,17 @@ def shorten(value: object, most: int = 60) -> str:
     """``repr(value)``, cut to a length that fits a message."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def cpu_kernels() -> str:
+    """LAYLINE_CPU_KERNELS: ``auto``, or ``torch`` to do without the native kernels.
+
+    Raises UsageError for anything else.
+    """
+    asked = os.environ.get("LAYLINE_CPU_KERNELS") or "auto"
+    if asked not in CPU_KERNELS:
+        raise UsageError(one_of("LAYLINE_CPU_KERNELS", asked, CPU_KERNELS))
+    return asked
 
 
 def default_threads() -> int:

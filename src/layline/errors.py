@@ -15,6 +15,7 @@
     │   ├── DeclarationError (ValueError)       declarations that do not fit together
     │   ├── StreamError (RuntimeError)          the residual stream's protocol was broken
     │   └── BoundaryUnsupportedError (NotImplementedError)  no path for this batch or update
+    ├── KernelError (RuntimeError)          no native kernels; never leaves, torch's run   exit 3
     └── RunError (RuntimeError)             the run itself failed                          exit 3
         └── CollectiveError                     ranks disagree, or a peer does not answer
 
@@ -93,6 +94,10 @@ class StreamError(BoundaryError, RuntimeError):
 
 class BoundaryUnsupportedError(BoundaryError, NotImplementedError):
     """There is no correct path for this batch, update or row movement."""
+
+
+class KernelError(LaylineError, RuntimeError):
+    """The native kernels cannot be compiled or loaded; the message is the reason in words."""
 
 
 class RunError(LaylineError, RuntimeError):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +29,8 @@ LARGEST_SPLIT = 32512  # 127 * 256: the largest magnitude whose rounded high byt
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
     """Packed int4 matrix [N, K]: tiles, and bfloat16 scale and zero [G, N, 2]."""
+
+    serves_prefill: ClassVar[bool] = False
 
     tiles: torch.Tensor
     scales_and_zeros: torch.Tensor
@@ -49,6 +52,8 @@ class Int4Weight:
 class Int8Weight:
     """Int8 matrix [N, K] with one scale a row, for CPUs without 8-bit integer products."""
 
+    serves_prefill: ClassVar[bool] = False
+
     values: torch.Tensor
     scales: torch.Tensor
 
@@ -65,6 +70,8 @@ class Int8Weight:
 @dataclass(frozen=True, slots=True)
 class VnniWeight:
     """Int8 matrix [N, K] in oneDNN's own layout, FP32 scale and zero point of each row."""
+
+    serves_prefill: ClassVar[bool] = False
 
     packed: torch.Tensor
     scales: torch.Tensor

@@ -140,7 +140,7 @@ class TorchAttention:
         rows = step.reach.read(cache_S2KD)
         keys, values = rows.view(batch, -1, 2, kv_heads, size).permute(2, 0, 3, 1, 4).unbind(0)
         # The queries that share a key head become rows of it: grouped attention without copies.
-        q_BKGD = q_TND.view(batch, kv_heads, heads // kv_heads, size)
+        q_BKGD = q_TND.to(rows.dtype).view(batch, kv_heads, heads // kv_heads, size)
         out = F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=step.mask)
         return out.reshape(batch, heads * size)
 

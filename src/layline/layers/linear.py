@@ -6,7 +6,7 @@ boundary does not change numbers.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -15,7 +15,9 @@ from layline.layers.spans import Phase
 
 
 class PackedWeight(Protocol):
-    """A quantised matrix that multiplies bfloat16 rows."""
+    """A quantised matrix. One that ``serves_prefill`` needs no plain copy beside it."""
+
+    serves_prefill: ClassVar[bool]
 
     def matmul(self, x_TK: torch.Tensor, /) -> torch.Tensor:
         """``x @ weight.T``, bfloat16 or FP32 [tokens, out features]."""
@@ -75,7 +77,7 @@ class Linear:
     def output_dtype(self, phase: Phase) -> torch.dtype:
         """The dtype this layer returns in ``phase`` (one without ``keeps_accumulator``)."""
         if self.weight is None or (self.packed is not None and phase is Phase.DECODE):
-            return torch.bfloat16
+            return torch.float32 if self.keeps_accumulator else torch.bfloat16
         return torch.float32 if self._upcast and phase is Phase.PREFILL else self.weight.dtype
 
     @property

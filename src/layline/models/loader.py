@@ -15,6 +15,8 @@ import torch
 
 from layline.comm.groups import Group
 from layline.errors import TensorError
+from layline.kernels.native.library import native_kernels
+from layline.kernels.native.pack import pack_native
 from layline.kernels.packed_matmul import (
     GROUP,
     ROW_ALIGNMENT,
@@ -62,6 +64,8 @@ class ModelLoader:
         self._infos = checkpoint.infos()
         self._makes_weights = checkpoint.kind == "random"
         self._used: set[str] = set()
+        if target.packed:
+            native_kernels()  # Compiles where it must, before threads ask for them.
         # Decode streams packed weights only; apart from the others they are dense in memory.
         self._arena = WeightArena(target.device)
         self._packed_arena = WeightArena(target.device)
@@ -89,16 +93,20 @@ class ModelLoader:
         ``adds_bias`` says whether this rank's layer adds it.
         """
         sizes = [region.size for region in parts.values()]
-        rows = [size[0] for size in sizes]
-        weight = self._arena.empty((sum(rows), sizes[0][1]), self._target.dtype)
-        outs = torch.split(weight, rows)
+        rows, columns = [size[0] for size in sizes], sizes[0][1]
         regions = {f"{name}.weight": region for name, region in parts.items()}
-        packed = self._packed(regions, outs)
-        if packed is None:
-            for (name, region), out in zip(regions.items(), outs, strict=True):
+        packed = self._packed(regions, columns)
+        weight = None
+        if packed is None or not packed.serves_prefill:
+            weight = self._arena.empty((sum(rows), columns), self._target.dtype)
+            for (name, region), out in zip(regions.items(), torch.split(weight, rows), strict=True):
                 self._read_into(name, out, region)
+        if packed is not None:
+            for name in regions:
+                self._checkpoint.release(name)
         merged_bias = self._bias(parts, adds_bias) if bias else None
-        return Linear(weight, merged_bias, packed, keeps_accumulator=keeps_accumulator)
+        keeps = keeps_accumulator or weight is None
+        return Linear(weight, merged_bias, packed, keeps_accumulator=keeps)
 
     def row_parallel(
         self,
@@ -243,25 +251,20 @@ class ModelLoader:
                 f"{list(expected)}"
             )
 
-    def _packed(
-        self, parts: Mapping[str, Region], outs: Sequence[torch.Tensor]
-    ) -> PackedWeight | None:
-        """Expand quantised matrices into ``outs`` and pack them, or do nothing and return None."""
-        if not self._target.packed or outs[0].shape[1] % GROUP:
+    def _packed(self, parts: Mapping[str, Region], columns: int) -> PackedWeight | None:
+        """The named regions stacked and packed, or None where they are to stay plain."""
+        if not self._target.packed or columns % GROUP:
             return None
         for name, region in parts.items():
             self._check(name, region.shape)
         if not all(self._stays_quantised(name, region) for name, region in parts.items()):
             return None
         matrices = [self._checkpoint.read(name, region) for name, region in parts.items()]
-        quantised = [matrix for matrix in matrices if isinstance(matrix, QuantizedTensor)]
-        for matrix, out in zip(quantised, outs, strict=True):
-            matrix.dequantize(out.dtype, out=out)
-        packed = pack(quantised, self._packed_arena)
-        for name in parts:
-            self._checkpoint.release(name)
-            self._used.add(name)
-        return packed
+        self._used.update(parts)
+        return pack(
+            [matrix for matrix in matrices if isinstance(matrix, QuantizedTensor)],
+            self._packed_arena,
+        )
 
     def _stays_quantised(self, name: str, region: Region) -> bool:
         """True when the file holds the region in whole blocks."""
@@ -279,8 +282,12 @@ class ModelLoader:
 def pack(matrices: Sequence[QuantizedTensor], arena: WeightArena) -> PackedWeight:
     """Pack quantised matrices [*, in features], stacked by rows.
 
-    4-bit blocks keep their values as int4; everything else becomes int8 with a scale for each row.
+    4-bit blocks keep their values as int4. The native kernels, where they run, keep Q8_0 too and
+    take the rest as int8 with a scale for each 32 values; torch's take int8 with one for each row.
     """
+    library = native_kernels().library
+    if library is not None:
+        return pack_native(library, matrices, arena.empty)
     rows = sum(matrix.shape[0] for matrix in matrices)
     aligned = rows % ROW_ALIGNMENT == 0
     if aligned and all(matrix.encoding in FOUR_BIT for matrix in matrices):

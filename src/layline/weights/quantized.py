@@ -184,6 +184,18 @@ class QuantizedTensor:
             nibbles, minimum = _nibbles(blocks_RBx[..., 4:]), _halves(blocks_RBx, 2)
         return nibbles.view(rows, columns), scale, minimum
 
+    def q8_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scale of a Q8_0 matrix: int8 [rows, columns], float32 [rows, columns / 32].
+
+        Raises:
+            UnsupportedFormatError: for any other encoding.
+        """
+        if self.encoding != "Q8_0":
+            raise UnsupportedFormatError(f"8-bit parts exist for Q8_0, not for {self.encoding}")
+        sizes = (self.shape[1] // 32, block_layout(self.encoding).bytes)
+        blocks_RBx = _unflatten(_aligned(self.blocks), 1, sizes)
+        return blocks_RBx[..., 2:].view(torch.int8).flatten(1), _halves(blocks_RBx, 0)
+
 
 def supported_encodings() -> tuple[str, ...]:
     """The block encodings ``QuantizedTensor`` can expand."""

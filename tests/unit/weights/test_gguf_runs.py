@@ -14,6 +14,8 @@ from tiny_gguf import write_gguf
 from layline.config import EngineConfig
 from layline.engine.model import load_model
 from layline.kernels import packed_matmul
+from layline.kernels.native.library import native_kernels
+from layline.kernels.native.weight import EIGHT
 from layline.kernels.packed_matmul import Int4Weight
 from layline.layers import linear as linear_module
 from layline.weights.quantized import FOUR_BIT, block_layout
@@ -157,9 +159,18 @@ def test_architectures(tmp_path: Path, family: str, tied: bool) -> None:
     assert ids[0] == wanted_ids
 
 
+@pytest.fixture(params=["auto", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What multiplies with packed matrices: the native kernels where they work, and torch's."""
+    monkeypatch.setenv("LAYLINE_CPU_KERNELS", request.param)
+    if request.param == "auto" and native_kernels().library is None:
+        pytest.skip(native_kernels().reason)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-def test_encodings(tmp_path: Path, family: str, encoding: str) -> None:
+def test_encodings(tmp_path: Path, family: str, encoding: str, kernels: str) -> None:
     """Exact in float32; by default weights stay packed, at the cost of reduced precision."""
     path = tmp_path / "m.gguf"
     model = build(path, family, encoding)
@@ -169,7 +180,9 @@ def test_encodings(tmp_path: Path, family: str, encoding: str) -> None:
     assert relative_error(logits[0], wanted) < 1e-4
     assert ids[0] == wanted_ids
     packed, _, _ = run_greedy(EngineConfig(model=str(path)), [prompt], 6, [wanted_ids])
-    assert 1e-6 < relative_error(packed[0], wanted) < 0.04
+    # The native kernels keep Q8_0 and 4-bit blocks as they are; the cache is bfloat16 in all.
+    exact = kernels == "auto" and encoding in (*FOUR_BIT, "Q8_0")
+    assert 1e-6 < relative_error(packed[0], wanted) < (0.01 if exact else 0.04)
     model = load_model(EngineConfig(model=str(path))).runner.model
     for linear in (
         model.layers[0].self_attn.qkv_proj,
@@ -177,7 +190,12 @@ def test_encodings(tmp_path: Path, family: str, encoding: str) -> None:
         model.lm_head,
     ):
         assert linear.packed is not None
-        assert isinstance(linear.packed, Int4Weight) == (encoding in FOUR_BIT)
+        assert linear.packed.serves_prefill == (kernels == "auto")
+        if kernels == "auto":
+            assert linear.weight is None
+            assert (linear.packed._matrix.format & EIGHT == 0) == (encoding in FOUR_BIT)
+        else:
+            assert isinstance(linear.packed, Int4Weight) == (encoding in FOUR_BIT)
 
 
 @pytest.mark.parametrize("slow_bfloat16", [True, False])
@@ -186,6 +204,7 @@ def test_every_kind_of_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, slow_bfloat16: bool
 ) -> None:
     """Without VNNI, with and without AMX: other kernels, the same model."""
+    monkeypatch.setenv("LAYLINE_CPU_KERNELS", "torch")
     monkeypatch.setattr(packed_matmul, "has_vnni", lambda: False)
     monkeypatch.setattr(linear_module, "wide_bfloat16_is_slow", lambda: slow_bfloat16)
     path = tmp_path / "m.gguf"
@@ -196,7 +215,7 @@ def test_every_kind_of_cpu(
     assert relative_error(packed[0], wanted) < 0.04
 
 
-def test_projections_of_different_encodings_are_merged(tmp_path: Path) -> None:
+def test_projections_of_different_encodings_are_merged(tmp_path: Path, kernels: str) -> None:
     """As in files that mix Q4_K and Q6_K: the merged matrix is int8, and still the same model."""
     path = tmp_path / "m.gguf"
     mixed = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}
@@ -209,5 +228,10 @@ def test_projections_of_different_encodings_are_merged(tmp_path: Path) -> None:
     packed, _, _ = run_greedy(EngineConfig(model=str(path)), [prompt], 6, [wanted_ids])
     assert relative_error(packed[0], wanted) < 0.04
     layer = load_model(EngineConfig(model=str(path))).runner.model.layers[0]
-    assert not isinstance(layer.self_attn.qkv_proj.packed, Int4Weight)
-    assert isinstance(layer.mlp.gate_up_proj.packed, Int4Weight)
+    merged, same = layer.self_attn.qkv_proj.packed, layer.mlp.gate_up_proj.packed
+    if kernels == "auto":
+        assert merged._matrix.format & EIGHT
+        assert not same._matrix.format & EIGHT
+    else:
+        assert not isinstance(merged, Int4Weight)
+        assert isinstance(same, Int4Weight)

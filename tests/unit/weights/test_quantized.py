@@ -137,6 +137,18 @@ def test_q4_parts_are_refused_for_other_encodings() -> None:
         quantized("Q6_K", 1, 256).q4_parts()
 
 
+def test_q8_parts_rebuild_the_weight() -> None:
+    tensor = quantized("Q8_0", 9, 768, seed=4)
+    values, scale = tensor.q8_parts()
+    assert values.dtype == torch.int8
+    assert scale.shape == (9, 24)
+    rebuilt = (values.double().view(9, 24, 32) * scale.double().unsqueeze(-1)).view(9, 768)
+    expected = reference("Q8_0", tensor.blocks.numpy())
+    torch.testing.assert_close(rebuilt.float(), expected, rtol=1e-6, atol=1e-5)
+    with pytest.raises(UnsupportedFormatError, match="Q8_0, not for Q4_0"):
+        quantized("Q4_0", 1, 256).q8_parts()
+
+
 def test_unknown_encoding_names_the_supported_ones() -> None:
     with pytest.raises(UnsupportedFormatError, match=r"Q2_K is not one of Q8_0, Q4_0.*Q6_K"):
         QuantizedTensor("Q2_K", torch.zeros(1, 84, dtype=torch.uint8), (1, 256))
