@@ -22,6 +22,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 CPU_KERNELS = ("auto", "torch")
 MAX_THREADS = 1024
+LOOPBACK = "127.0.0.1"
 MAX_SIZE = 1 << 60
 
 
@@ -152,17 +153,19 @@ def threads_of_rank(threads: int | None, local_ranks: int) -> int:
     return max(1, (threads or default_threads()) // local_ranks)
 
 
-def elastic_environment() -> tuple[int, int, int, int] | None:
+def elastic_environment() -> tuple[int, int, int, int, str] | None:
     """Rank, world size, local rank and local world size that torchrun gave this process.
 
-    None outside torchrun, and in a world of one process.
+    The last is the address of rank 0's machine. None outside torchrun, and in a world of one
+    process.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     values = [os.environ.get(name, "") for name in names]
     if "TORCHELASTIC_RUN_ID" not in os.environ or not all(map(str.isdecimal, values)):
         return None
     rank, size, local_rank, local_size = map(int, values)
-    return (rank, size, local_rank, local_size) if size > 1 else None
+    address = os.environ.get("MASTER_ADDR", LOOPBACK)
+    return (rank, size, local_rank, local_size, address) if size > 1 else None
 
 
 def usable_cores() -> int:

@@ -203,6 +203,45 @@ def test_counts_and_names_are_part_of_the_agreement() -> None:
     assert "rank 1 brings #1 attention TP all-reduce of [4, 2] float32" in second
 
 
+def exchanges(topology: Topology, groups: Groups) -> tuple[list[int], str, int]:
+    """Exchanges that each call costs, a mismatch in the first calls, and a sum afterwards."""
+    limited = make_groups(topology, torch.device("cpu"), verified_calls=3)[GroupName.TP]
+    sent: list[int] = []
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            sent.append(1)
+            return function(*arguments, **options)
+
+        return call
+
+    costs, words, total = [], "", 0
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_to_all_single"):
+            patch.setattr(distributed, name, counted(getattr(distributed, name)))
+        for number in range(6):
+            sent.clear()
+            if number == 2:
+                with pytest.raises(CollectiveError) as caught:
+                    limited.all_reduce(torch.ones(1 + topology.rank, 1))
+                words = str(caught.value)
+            else:
+                total = int(limited.all_reduce(torch.ones(1, 1)).item())
+            costs.append(len(sent))
+        sent.clear()
+        groups[GroupName.TP].all_reduce(torch.ones(1, 1))
+        assert len(sent) == 2, "without a limit every call is compared"
+    return costs, words, total
+
+
+def test_only_the_first_calls_of_a_group_are_compared() -> None:
+    for costs, words, total in run_processes(TWO, exchanges):
+        assert costs == [2, 2, 1, 1, 1, 1], "the third is refused after its comparison"
+        assert "#2 on TP" in words
+        assert "rank 1 brings #2 TP all-reduce of [2, 1] float32" in words
+        assert total == 2
+
+
 def short_messages(topology: Topology, groups: Groups) -> tuple[int, ...]:
     """Each rank believes that it owns two rows of three, so each sends one where two are due."""
     counts = [[2, 1], [1, 2]][topology.rank]

@@ -163,6 +163,49 @@ def test_a_rank_that_stops_ends_the_run_within_10_seconds(
     assert not any(rank.is_running() for rank in ranks)
 
 
+def test_a_rank_that_stops_while_it_starts_ends_the_run_within_10_seconds(talker: Path) -> None:
+    with start("generate", "w1", "--model", str(talker), "--tp", "2") as process:
+        ranks = wait_for(lambda: (found := ranks_of(process.pid))[1:] and found)
+        ranks[1].suspend()
+        begin = time.monotonic()
+        _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - begin < 10
+    assert process.returncode == 3
+    assert "stopped answering: no heartbeat for 8 s; the run is over" in stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_torchrun_ends_soon_when_a_rank_does(talker: Path, how: signal.Signals) -> None:
+    arguments = ("generate", "w1 w2", "--model", str(talker), "--max-tokens", "60000", "--tp", "2")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [*run, "-m", "layline", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.read(2)
+            (victim,) = [
+                child
+                for child in psutil.Process(process.pid).children()
+                if child.environ().get("RANK") == "1"
+            ]
+            begin = time.monotonic()
+            victim.send_signal(how)
+            _, stderr = process.communicate(timeout=60)
+        finally:
+            process.terminate()
+    assert time.monotonic() - begin < 15
+    assert process.returncode == 1
+    lines = [line for line in stderr.splitlines() if line.startswith("layline: ")]
+    what = "stopped answering: no heartbeat for 8 s"
+    if how is signal.SIGKILL:
+        what = "ended unexpectedly"
+    assert lines == [f"layline: rank 1 (attention DP 0, TP 1) {what}; the run is over"]
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_command(
     answering: subprocess.Popen[str], how: signal.Signals
@@ -268,12 +311,20 @@ def test_what_a_rank_refuses_is_the_same_line(directory: Path) -> None:
     assert [line.rpartition(" ")[0] + " " for line in caught] == [wanted, wanted]
 
 
-def test_nothing_is_left_in_the_temporary_folder(
+def test_nothing_is_ever_in_the_temporary_folder(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """So nothing stays when this process is killed, be it while it loads."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    start, seen = subprocess.Popen.__init__, []
+
+    def watched(*arguments: Any, **options: Any) -> None:
+        start(*arguments, **options)
+        seen.append(list(tmp_path.iterdir()))
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", watched)
     with LLM(str(directory), threads=1, tp=2) as llm:
-        # Already now, so that nothing stays when this process is killed.
+        assert seen == [[], []]
         assert list(tmp_path.iterdir()) == []
         assert len(llm.generate([PROMPTS[0]], GREEDY)) == 1
     assert list(tmp_path.iterdir()) == []

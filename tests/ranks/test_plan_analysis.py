@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ from layline.comm.recording import Recorder, record_groups
 from layline.comm.simulated import run_ranks
 from layline.config import EngineConfig
 from layline.engine import planned
-from layline.engine.analysis import Analysis, RecordedStep, compare_steps, kernel_sizes
+from layline.engine.analysis import Analysis, RecordedStep, compare_steps, with_kernel_sizes
 from layline.engine.balance import StepRules
 from layline.engine.model import load_part
 from layline.engine.planned import ModelPlan, open_plan
@@ -28,6 +30,7 @@ from layline.engine.step import MeshStep
 from layline.topology import Topology
 from layline.weights.opening import open_checkpoint
 from support.mesh import TextSequence, hand_written_steps
+from support.model import smollm2_path
 
 CONFIG = {
     "vocab_size": 103,
@@ -103,9 +106,9 @@ def run(model: str, plan: ModelPlan, engine: EngineConfig) -> list[RecordedStep]
 
 
 def analysed(model: str, **flags: Any) -> Analysis:
-    plan = open_plan(model, flags, "ordinary")
+    plan = with_kernel_sizes(open_plan(model, flags, "ordinary"))
     engine = EngineConfig(model=model, **flags)
-    return compare_steps(plan, run(model, plan, engine), kernel_sizes(plan.facts, engine))
+    return compare_steps(plan, run(model, plan, engine))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -167,7 +170,7 @@ def test_another_policy_than_planned_turns_it_red(folder: Path) -> None:
     engine = EngineConfig(model=model, **flags)
     ran = run(model, open_plan(model, {**flags, "boundary_reduction": "rs"}, "ordinary"), engine)
     other = open_plan(model, {**flags, "boundary_reduction": "ar"}, "ordinary")
-    done = compare_steps(other, ran, kernel_sizes(other.facts, engine))
+    done = compare_steps(with_kernel_sizes(other), ran)
     assert not done.comparison.agrees
     assert "planned all-reduce TP" in done.comparison.differences[0]
     assert "ran reduce-scatter TP" in done.comparison.differences[0]
@@ -192,6 +195,83 @@ def test_analyze_runs_real_workers(folder: Path) -> None:
     for total in analysis["totals"]:
         assert total["planned"]["count"] == total["executed"]["count"] > 0
         assert total["executed"]["seconds"] > 0
+
+
+@pytest.fixture
+def gguf_writer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that writes tiny GGUF files for the tests of their reader."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "unit" / "weights"))
+    return importlib.import_module("tiny_gguf")
+
+
+def tiny_model(writer: Any, folder: Path, encoding: str, vocabulary: int) -> str:
+    """A one-layer GGUF file whose matrices, the tied head's too, are quantised."""
+    rng = np.random.default_rng(1)
+    arrays = writer.tiny_arrays()
+    arrays["token_embd.weight"] = rng.normal(0, 0.1, (vocabulary, writer.HIDDEN)).astype(np.float32)
+    encodings = {name: encoding for name, array in arrays.items() if array.ndim > 1}
+    tokens = ["t", "1", "t1", *(f"t{number}" for number in range(2, vocabulary - 1))]
+    extra = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * vocabulary,
+        "tokenizer.ggml.merges": ["t 1"],
+        "tokenizer.ggml.pre": "default",
+    }
+    path = folder / f"{encoding}-{vocabulary}.gguf"
+    return str(writer.write_gguf(path, arrays, encodings=encodings, extra=extra))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize(("encoding", "vocabulary"), [("Q4_0", 64), ("Q4_0", 40), ("Q8_0", 64)])
+def test_the_printed_plan_of_quantised_weights_is_the_one_compared(
+    gguf_writer: Any,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    encoding: str,
+    vocabulary: int,
+    kernels: str,
+) -> None:
+    # A head of int4 rows that are a multiple of 16 returns bfloat16 from torch, else FP32.
+    monkeypatch.setenv("LAYLINE_CPU_KERNELS", kernels)
+    model = tiny_model(gguf_writer, folder, encoding, vocabulary)
+    assert main(["plan", model, "--tp", "2", "--analyze", "--json", "--threads", "2"]) == 0
+    assert_head_agrees(json.loads(capsys.readouterr().out))
+
+
+def test_the_printed_plan_of_smollm2_is_the_one_compared(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = smollm2_path()
+    arguments = ["--tp", "3", "--analyze", "--json", "--threads", "3", "--max-model-len", "64"]
+    assert main(["plan", model, *arguments]) == 0
+    assert_head_agrees(json.loads(capsys.readouterr().out))
+
+
+def assert_head_agrees(data: dict[str, Any]) -> None:
+    """The bytes of the head's line are those that ran, for each rank and step."""
+    assert data["analysis"]["agrees"] is True
+    assert data["value_bytes"]["scores_assumed"] is False
+    (line,) = [line for line in data["lines"] if line["name"] == "head"]
+    (gather,) = line["compute"]
+    (ran,) = [
+        total["executed"]
+        for total in data["analysis"]["totals"]
+        if total["in_compute"] and total["collective"] == "all-gather"
+    ]
+    # Every step scores one row.
+    assert gather["payload_bytes"] == ran["payload_bytes"] / ran["count"]
+
+
+def test_without_a_run_the_bytes_of_a_packed_score_are_called_assumed(
+    gguf_writer: Any, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model(gguf_writer, folder, "Q8_0", 64)
+    assert main(["plan", model, "--tp", "2"]) == 0
+    assert "a score has 4 bytes, which is assumed" in " ".join(capsys.readouterr().out.split())
+    plain = write(folder, "LlamaForCausalLM", "bfloat16")
+    assert main(["plan", plain, "--tp", "2"]) == 0
+    assert "a score has 2 bytes." in " ".join(capsys.readouterr().out.split())
 
 
 def test_analyze_of_one_rank_has_nothing_to_compare(

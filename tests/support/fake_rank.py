@@ -1,8 +1,8 @@
 """A rank without a model, run by path: ``fake_rank.py BEHAVIOUR RANK DESCRIPTOR PARENT``.
 
 Answers every row of a step with the step's number, and does what BEHAVIOUR says once it is told to
-run a step (or, for ``load:...``, to load): die, stop, talk nonsense, hang, or fail with the name of
-an error.
+run a step (or, for ``load:...``, to load; for ``early:...``, before its first word): die, stop, be
+quiet for a while, talk nonsense, hang, or fail with the name of an error.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def misbehave(connection: wire.Connection, behaviour: str) -> None:
         os._exit(int(argument))
     elif name == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif name == "quiet":
+        time.sleep(float(argument))
     elif name == "garbage":
         connection.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
     elif name == "hang":
@@ -39,6 +41,8 @@ def main() -> None:
     behaviour, rank, descriptor, parent = sys.argv[1], *map(int, sys.argv[2:])
     die_with(parent)
     connection = wire.Connection(socket.socket(fileno=descriptor))
+    if behaviour.startswith("early:"):
+        misbehave(connection, behaviour.removeprefix("early:"))
     Heart(connection, owns_process=True).start()
     connection.send(wire.Hello(rank))
     while True:

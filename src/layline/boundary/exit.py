@@ -113,7 +113,10 @@ def bind_arriving(plan: ExitPlan, mesh: Mesh) -> BoundExit:
 
 
 class StageExit:
-    """The exit scope of an FFN or of a mixer that obeys exit flags."""
+    """An exit scope: compute inside it, then call :meth:`finish` once.
+
+    What it publishes is for compute; see :class:`FfnExit` and :class:`MixerExit`.
+    """
 
     __slots__ = ("_exit", "_rows", "_state", "_stream", "_token", "_update")
 
@@ -167,3 +170,30 @@ class StageExit:
             raise StreamError(f"finish() needs a computed stage; this exit is {self._state}")
         self._state = "finished"
         return self._exit.finish(self._stream, self._update, hidden_states, self._rows)
+
+
+class FfnExit(StageExit):
+    """The exit of an FFN. :func:`get_forward` has the same three flags inside the scope."""
+
+    __slots__ = ()
+
+    @property
+    def fuse_mlp_allreduce(self) -> bool:
+        """Compute leaves its output all-reduce out."""
+        return self.flags.fuse_mlp_allreduce
+
+    @property
+    def mlp_reduce_scatter(self) -> bool:
+        """Compute leaves its sum to the boundary's reduce-scatter."""
+        return self.flags.mlp_reduce_scatter
+
+    @property
+    def defer_moe_finalize(self) -> bool:
+        """Compute may return a handoff; never, without MoE stages."""
+        return self.flags.defer_moe_finalize
+
+
+class MixerExit(StageExit):
+    """The exit of a mixer; :func:`get_forward` has ``skips_reduction`` as its all-reduce flag."""
+
+    __slots__ = ()

@@ -123,12 +123,17 @@ def _update_and_read(transit: Transit) -> None:
     )
 
 
+def _format(transit: Transit) -> None:
+    transit.input = transit.read.format(transit.input)
+
+
 def _update(transit: Transit) -> None:
     transit.value = transit.update.apply(transit.value, transit.residual)
 
 
 _RESIDUAL_STEPS: dict[OpKind, Step] = {
     OpKind.ENTER: _enter,
+    OpKind.FORMAT: _format,
     OpKind.UPDATE: _update,
     OpKind.UPDATE_AND_READ: _update_and_read,
 }

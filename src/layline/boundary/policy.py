@@ -50,3 +50,17 @@ def resolve_policy(asked: str, architecture: str) -> tuple[ReductionPolicy, str]
     if policy is None:
         return DEFAULT, f"auto: the default for architectures such as {architecture}"
     return policy, f"auto: the table's choice for {architecture}"
+
+
+def resolve_draft_policy(
+    speculative: str | None, asked: str, architecture: str
+) -> tuple[ReductionPolicy, str]:
+    """The policy of a separate draft checkpoint, and in words where it comes from.
+
+    ``speculative`` is ``speculative_boundary_reduction``, None where it was not given: then an
+    explicit ``asked`` for the target holds for the draft too, and ``auto`` goes by the draft's own
+    architecture. Raises UsageError for a policy that does not exist.
+    """
+    if speculative is not None and speculative not in POLICIES:
+        raise UsageError(one_of("speculative_boundary_reduction", speculative, POLICIES))
+    return resolve_policy(asked if speculative is None else speculative, architecture)

@@ -63,7 +63,7 @@ class BoundPrepare:
     def pick(
         self, stream: ResidualStream, contribution: Contribution | None, transit: Transit
     ) -> tuple[Step, ...]:
-        """The steps for what has arrived; a dynamic sum is finished here, first."""
+        """The steps for what has arrived, a dynamic sum's first. Nothing has run yet."""
         if contribution is None:
             if stream.residual is not None:
                 return self.written
@@ -91,9 +91,7 @@ class BoundPrepare:
                     "declares no such sum; both neighbours must describe each other"
                 )
             return self.declared
-        for step in owed.steps:
-            step(transit)
-        return self.complete
+        return (*owed.steps, *self.complete)
 
 
 def bind_prepare(

@@ -1,17 +1,44 @@
-"""A sum of rows that travel as 8-bit integers. For prefill only, where bytes are what it costs.
+"""Rows as 8-bit integers: a compute input in that format, and a sum whose rows travel so.
 
-Every rank rounds its rows to int8 with one FP32 scale a row and sends all of them to every other
-rank, which adds them up in FP32: (n - 1) rows of hidden + 4 bytes each, where a ring all-reduce of
-bfloat16 sends 2 (n - 1) / n rows of 2 x hidden bytes. That is less for up to three ranks.
+The sum is for prefill only, where bytes are what it costs. Every rank rounds its rows to int8 with
+one FP32 scale a row and sends all of them to every other rank, which adds them up in FP32: (n - 1)
+rows of hidden + 4 bytes each, where a ring all-reduce of bfloat16 sends 2 (n - 1) / n rows of
+2 x hidden bytes. That is less for up to three ranks.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from layline.comm.groups import Group
 
 SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """Rows rounded to int8, each with one FP32 scale: ``packed`` is what :func:`pack_rows` gives.
+
+    Linear layers take it in place of a tensor.
+    """
+
+    packed: torch.Tensor
+
+    @classmethod
+    def of(cls, x_TH: torch.Tensor) -> QuantisedRows:
+        """Round ``x_TH`` [tokens, hidden]: each value to 1/254 of its row's largest magnitude."""
+        return cls(pack_rows(x_TH))
+
+    @property
+    def shape(self) -> torch.Size:
+        """[tokens, hidden]."""
+        return torch.Size((self.packed.shape[0], self.packed.shape[1] - SCALE_BYTES))
+
+    def dequantised(self) -> torch.Tensor:
+        """FP32 [tokens, hidden]."""
+        return unpack_rows(self.packed)
 
 
 def quantised_all_reduce(x_TH: torch.Tensor, group: Group) -> torch.Tensor:

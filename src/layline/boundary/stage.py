@@ -8,7 +8,7 @@ from typing import Any
 from layline.boundary.adapters.attention import latent_context
 from layline.boundary.construction import BoundPath, BoundStage
 from layline.boundary.contracts import BatchState, ProducerReduction, StageDeclaration, StageKind
-from layline.boundary.exit import BoundExit, StageExit
+from layline.boundary.exit import BoundExit, FfnExit, MixerExit, StageExit
 from layline.boundary.mesh import Mesh
 from layline.boundary.ops import Step, Transit
 from layline.boundary.planning.stage import StagePlan, no_path
@@ -23,6 +23,7 @@ class StageBoundary:
     """One stage's entry and exit. Holds the plan and the norm, never a forward tensor."""
 
     __slots__ = (
+        "_exit_type",
         "_latent",
         "_mesh",
         "_norm",
@@ -49,6 +50,8 @@ class StageBoundary:
         declaration = stage.plan.declaration
         self._read = declaration.read
         self._update = declaration.update
+        is_ffn = declaration.kind is StageKind.FFN
+        self._exit_type: type[StageExit] = FfnExit if is_ffn else MixerExit
         self._partial = declaration.reduction is ProducerReduction.PARTIAL
         self._tally = None if mesh.is_single else mesh.tally
 
@@ -92,6 +95,7 @@ class StageBoundary:
             return self._run(forward_batch, stream, bound, transit, steps)
         self._require_attention()
         stream = stream_of(forward_batch)
+        self._check(stream, forward_batch.kind)
         entering = stream.residual is None
         contribution = stream.contribution
         hidden_states = stream.complete(hidden_states, forward_batch.rows)
@@ -118,11 +122,19 @@ class StageBoundary:
         if path is None:
             raise no_path(forward_batch.kind)
         bound = path.prepare_from(stream.residual_rows)
-        contribution = stream.take(hidden_states)
+        contribution = stream.peek(hidden_states)
         transit = Transit(
             forward_batch.rows, hidden_states, stream.residual, None, self._read, self._norm
         )
-        return stream, bound, transit, bound.pick(stream, contribution, transit)
+        # What is refused here stays pending: only a contribution that has its steps is taken.
+        steps = bound.pick(stream, contribution, transit)
+        stream.release()
+        return stream, bound, transit, steps
+
+    def _check(self, stream: ResidualStream, kind: BatchKind) -> None:
+        """Raise what :meth:`prepare` would refuse, before anything communicates."""
+        bound = self._path(kind).prepare_from(stream.residual_rows)
+        bound.pick(stream, stream.contribution, Transit(None, None))
 
     def _run(
         self,
@@ -161,7 +173,7 @@ class StageBoundary:
             raise StreamError("a PARTIAL stage publishes through finish(), not exit()")
         stream = stream_of(forward_batch)
         exit_ = self._decide(forward_batch)
-        return StageExit(stream, self._update, exit_, forward_batch.rows)
+        return self._exit_type(stream, self._update, exit_, forward_batch.rows)
 
     def capture_output(self, hidden_states: Any, forward_batch: BatchState) -> tuple[Any, Any]:
         """``(handle, snapshot)`` of the residual as it will be once the output is added.

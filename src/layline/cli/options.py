@@ -116,6 +116,13 @@ class MeshOptions:
         bool,
         typer.Option("--input-scattered", help="divide rows before each attention's input"),
     ] = False
+    quantised_all_reduce: Annotated[
+        bool,
+        typer.Option(
+            "--quantised-all-reduce",
+            help="send the sums between stages as int8 rows while prompts are prefilled",
+        ),
+    ] = False
     dp_padding: Annotated[
         str,
         choice_option("--dp-padding", DP_PADDINGS, "how attention DP ranks share a buffer"),

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from layline.comm.groups import CollectiveKind, CollectiveRecord, Group, Groups, wire_bytes
+from layline.comm.groups import CollectiveKind, CollectiveRecord, Group, Groups
 from layline.topology import GroupName
 
 
@@ -21,23 +20,6 @@ class Timing(Enum):
     OFF = "off"
     HOST = "host"
     SYNCHRONISED = "synchronised"
-
-
-@dataclass(slots=True)
-class Total:
-    """What several collectives came to on one rank.
-
-    ``wire_bytes`` follow the ring formula of comm.groups; ``seconds`` are of those timed.
-    """
-
-    count: int = 0
-    rows: int = 0
-    payload_bytes: int = 0
-    wire_bytes: float = 0.0
-    seconds: float = 0.0
-
-
-TotalKey = tuple[CollectiveKind, GroupName, bool]
 
 
 class Recorder:
@@ -50,24 +32,10 @@ class Recorder:
     def __init__(self, timing: Timing = Timing.OFF) -> None:
         self.timing = timing
         self.records: list[CollectiveRecord] = []
-        self.sizes: dict[GroupName, int] = {}
 
     def clear(self) -> None:
         """Forget what ran so far."""
         self.records.clear()
-
-    def totals(self) -> dict[TotalKey, Total]:
-        """Totals by kind, group and whether compute ran it, in order of first use."""
-        totals: dict[TotalKey, Total] = {}
-        for record in self.records:
-            total = totals.setdefault((record.kind, record.group, record.in_compute), Total())
-            size = self.sizes[record.group]
-            total.count += 1
-            total.rows += record.rows
-            total.payload_bytes += record.payload_bytes
-            total.wire_bytes += wire_bytes(record.kind, record.payload_bytes, size)
-            total.seconds += record.seconds or 0.0
-        return totals
 
 
 class RecordingGroup:
@@ -85,7 +53,6 @@ class RecordingGroup:
         self._group = group
         self._recorder = recorder
         self._in_compute = in_compute
-        recorder.sizes[group.name] = group.size
 
     @property
     def size(self) -> int:

@@ -16,10 +16,10 @@ import torch
 from torch import distributed
 
 from layline.comm.collectives import Channel, TorchGroup
+from layline.config import LOOPBACK
 from layline.errors import CollectiveError
 from layline.topology import GroupName, Topology
 
-LOOPBACK = "127.0.0.1"
 FileStore: Any = distributed.FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 
@@ -65,12 +65,14 @@ def make_groups(
     host: str = LOOPBACK,
     timeout_s: float = 30.0,
     verified: bool | None = None,
+    verified_calls: int | None = None,
 ) -> dict[GroupName, TorchGroup]:
     """This rank's end of every group that has more than one rank.
 
     All ranks call it after :func:`open_world`, with topologies that differ in ``rank`` alone: each
     takes part in creating all groups, in one order. Names that stand for the same ranks share one
-    process group. ``verified`` (see TorchGroup) is by default on for gloo and off for NCCL.
+    process group. ``verified`` is by default on for gloo and off for NCCL; ``verified_calls`` is
+    the number of a group's first calls that it holds for, or None for all (see TorchGroup).
 
     Raises CollectiveError when the world has another size or rank than the topology.
     """
@@ -92,7 +94,9 @@ def make_groups(
                 )
                 channels[ranks] = Channel(process_group, ranks, device, timeout_s)
     return {
-        name: TorchGroup(name, channels[topology.group(name)], verified=checks)
+        name: TorchGroup(
+            name, channels[topology.group(name)], verified=checks, verified_calls=verified_calls
+        )
         for name in GroupName
         if topology.size(name) > 1
     }

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layline.boundary.planning.compare import Comparison
-from layline.boundary.planning.cost import ElementSizes
 from layline.boundary.rows import BatchKind, kind_of
 from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
@@ -17,13 +16,12 @@ from layline.engine.core import Engine
 from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
 from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
-from layline.engine.planned import ITEMSIZES, ModelPlan, element_sizes, plan_model
+from layline.engine.planned import ITEMSIZES, ModelPlan
 from layline.engine.scheduler import BLOCK_SIZE, Scheduler
 from layline.engine.step import MeshStep
 from layline.models.parallel import Shards
 from layline.sampling import SamplingParams
-from layline.weights.opening import open_checkpoint
-from layline.weights.quantized import FOUR_BIT, supported_encodings
+from layline.weights.quantized import FOUR_BIT
 
 PROMPT_TOKENS = 16
 NEW_TOKENS = 4
@@ -84,7 +82,8 @@ class RecordedExecutor:
 def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
     """Run the planned model on short prompts, one for each attention DP rank, and compare.
 
-    The prompts end at different steps, so that ranks idle in the last ones. Raises what a run can.
+    ``plan`` has the sizes that the kernels return (:func:`with_kernel_sizes`). The prompts end at
+    different steps, so that ranks idle in the last ones. Raises what a run can.
     """
     config = EngineConfig(**{**flags, "record_collectives": True})
     model, executor = launch(config)
@@ -107,7 +106,7 @@ def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
         engine.run(requests)
     finally:
         executor.close()
-    return compare_steps(plan, recorded.steps, kernel_sizes(plan.facts, config))
+    return compare_steps(plan, recorded.steps)
 
 
 def trial_prompts(plan: ModelPlan) -> list[tuple[list[int], int]]:
@@ -126,16 +125,19 @@ def trial_prompts(plan: ModelPlan) -> list[tuple[list[int], int]]:
     ]
 
 
-def compare_steps(plan: ModelPlan, steps: Sequence[RecordedStep], sizes: ElementSizes) -> Analysis:
-    """Compare what each rank recorded of each step with the plan for that kind of batch."""
+def compare_steps(plan: ModelPlan, steps: Sequence[RecordedStep]) -> Analysis:
+    """Compare what each rank recorded of each step with the plan for that kind of batch.
+
+    ``plan`` itself is what steps of its kind are compared with.
+    """
     topology = plan.spec.topology
-    plans: dict[BatchKind, ModelPlan] = {}
+    plans: dict[BatchKind, ModelPlan] = {plan.kind: plan}
     analysis = Analysis(topology.tp)
     for number, ran in enumerate(steps):
         kind = kind_of(ran.step.rows, topology)
         analysis.kinds[str(kind)] = analysis.kinds.get(str(kind), 0) + 1
         if kind not in plans:
-            plans[kind] = plan_model(plan.facts, plan.layers, kind, sizes)
+            plans[kind] = plan.of_kind(kind)
         for rank, records in enumerate(ran.records):
             part = ran.step.parts[topology.at(rank).coordinates.attn_dp]
             planned = plans[kind].records(
@@ -145,28 +147,22 @@ def compare_steps(plan: ModelPlan, steps: Sequence[RecordedStep], sizes: Element
     return analysis
 
 
-def kernel_sizes(facts: ModelFacts, config: EngineConfig) -> ElementSizes:
-    """Bytes of values as this machine's kernels return them."""
-    sizes = element_sizes(facts, config.device)
-    return replace(sizes, scores=scores_bytes(facts, config)) if facts.packed else sizes
+def with_kernel_sizes(plan: ModelPlan) -> ModelPlan:
+    """``plan`` with the sizes of what this machine's kernels return: the one to print and run."""
+    scores = scores_bytes(plan.facts, plan.packed_head)
+    return plan.with_sizes(replace(plan.sizes, scores=scores))
 
 
-def scores_bytes(facts: ModelFacts, config: EngineConfig) -> int:
-    """Bytes of a score where the head is packed: what its kernel accumulates in."""
+def scores_bytes(facts: ModelFacts, packed_head: str | None) -> int:
+    """Bytes of a score: where the head is packed, of what its kernel accumulates in."""
+    run = ITEMSIZES[facts.dtype]
+    if packed_head is None:
+        return run
+    from layline.kernels.native.library import native_kernels
     from layline.kernels.packed_matmul import ROW_ALIGNMENT, has_vnni
 
-    checkpoint = open_checkpoint(config.model, seed=config.seed)
-    try:
-        infos = checkpoint.infos()
-        name = "lm_head.weight"
-        if facts.config.tied_head or name not in infos:
-            name = "model.embed_tokens.weight"
-        encoding = infos[name].encoding
-    finally:
-        checkpoint.close()
-    run = ITEMSIZES[facts.dtype]
-    if encoding not in supported_encodings():
-        return run
+    if native_kernels().library is not None:
+        return 4
     aligned = Shards(facts.config, facts.spec.topology).vocab_rows % ROW_ALIGNMENT == 0
-    as_int4 = aligned and encoding in FOUR_BIT
+    as_int4 = aligned and packed_head in FOUR_BIT
     return 4 if has_vnni() and not as_int4 else run

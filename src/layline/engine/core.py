@@ -10,7 +10,7 @@ from layline.engine.balance import MeshScheduler, SampleRow
 from layline.engine.executor import Executor, MemoryUse, RowSpec
 from layline.engine.facts import ServedModel
 from layline.engine.request import FinishReason, Request
-from layline.errors import PromptError
+from layline.errors import PromptError, RunError
 from layline.sampling import SamplingParams, fresh_seed
 from layline.text.detokenize import IncrementalDecoder
 from layline.text.stop import StopMatcher
@@ -29,6 +29,7 @@ class Engine:
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._in_step = False
+        self._is_closed = False
         self._dropped: list[Request] = []
 
     @property
@@ -41,14 +42,17 @@ class Engine:
     def memory(self) -> MemoryUse:
         """What the ranks hold."""
         with self._lock:
+            self._check_open()
             return self._executor.memory()
 
     def close(self, status: int) -> None:
-        """End what runs elsewhere."""
+        """End what runs elsewhere; whatever is asked afterwards raises RunError."""
+        self._is_closed = True
         self._executor.close(status)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         """Queue a request. Raises PromptError or SamplingError for one that can never run."""
+        self._check_open()
         room = self._model.facts.max_model_len - len(prompt_ids)
         self._check_prompt(prompt_ids, room)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -115,6 +119,7 @@ class Engine:
     def step(self) -> None:
         """Run one step; the tokens it produces go to their requests' ``events``."""
         with self._lock:
+            self._check_open()
             self._forget_dropped()
             self._in_step = True
             try:
@@ -139,6 +144,10 @@ class Engine:
             request.accept(token_id, logprobs)
             if request.finish_reason is not None:
                 self._forget(request)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RunError("the engine is closed")
 
     def _forget_dropped(self) -> None:
         while self._dropped:

@@ -10,25 +10,30 @@ import contextlib
 import hmac
 import os
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from layline.config import EngineConfig, elastic_environment, threads_of_rank
+from layline.config import LOOPBACK, EngineConfig, elastic_environment, threads_of_rank
 from layline.engine.executor import Executor
 from layline.errors import RunError, UsageError
 from layline.topology import Topology
 
+if TYPE_CHECKING:
+    from layline.engine.supervisor import Supervisor
+
 JOIN_S = 300.0
 """How long processes of one world may take to come together."""
-LOOPBACK = "127.0.0.1"
 _GREETING_S = 5.0
 _BACKLOG = 64  # Strangers must not keep ranks out.
 _KEY = "layline/control"
+_VERDICT_S = 2.0
+_LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class World:
     size: int
     local_rank: int
     local_size: int
+    address: str = LOOPBACK
 
     @property
     def leads(self) -> bool:
@@ -89,10 +95,14 @@ def lead(engine: EngineConfig, world: World) -> Executor:
         _serve_in_thread(theirs, store)
         socks = {0: ours, **control.accept()}
         for rank, sock in sorted(socks.items()):
-            yield RankLink(rank, rank_title(topology.at(rank)), sock)
+            # torchrun numbers one machine's ranks in a row, and starts all of them itself.
+            sibling = 0 < rank < world.local_size
+            yield RankLink(rank, rank_title(topology.at(rank)), sock, is_sibling=sibling)
 
     threads = threads_of_rank(engine.threads, world.local_size)
-    executor = RemoteExecutor(Supervisor(open_ranks), topology)
+    supervisor = Supervisor(open_ranks)
+    _speak_when_terminated(supervisor)
+    executor = RemoteExecutor(supervisor, topology)
     executor.start(
         [
             Start(
@@ -125,7 +135,7 @@ def follow(world: World) -> int:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.sendall(f"{token} {world.rank:8}".encode())
-    status = serve(Connection(sock), Hello(world.rank), owns_process=True, store=store)
+    status = serve(Connection(sock), Hello(world.rank, os.getpid()), owns_process=True, store=store)
     close_world()
     return status
 
@@ -136,7 +146,7 @@ class Control:
     def __init__(self, world: World) -> None:
         self._world = world
         self._token = secrets.token_hex(16)
-        self.host = os.environ["MASTER_ADDR"] if world.spans_machines else LOOPBACK
+        self.host = world.address if world.spans_machines else LOOPBACK
         self._listener = socket.create_server((self.host, 0), backlog=_BACKLOG + world.size)
         port = self._listener.getsockname()[1]
         self.invitation = f"{self.host} {port} {self._token}"
@@ -178,6 +188,27 @@ class Control:
         if not known or not rank.strip().isdecimal() or not 0 < int(rank) < self._world.size:
             return None
         return int(rank)
+
+
+def _speak_when_terminated(supervisor: Supervisor) -> None:
+    """Let SIGTERM raise the run's failure in the main thread, where there is one.
+
+    As soon as one rank ends, torchrun terminates all: before this process could name the rank.
+    Without a failure, and to a program that has a handler of its own, the signal is what it was.
+    """
+
+    def handle(*_: object) -> None:
+        # torchrun sends it once, and then waits long.
+        timer = threading.Timer(_VERDICT_S + _LAST_WORDS_S, os._exit, (RunError.exit_status,))
+        timer.daemon = True
+        timer.start()
+        if not supervisor.await_failure(_VERDICT_S):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, handle)
 
 
 def _processes(count: int) -> str:

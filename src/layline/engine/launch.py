@@ -6,20 +6,17 @@ Whatever can be refused is refused before a worker starts or a weight is read.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from layline.config import EngineConfig, threads_of_rank
+from layline.config import LOOPBACK, EngineConfig, threads_of_rank
 from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel, open_model
-
-LOOPBACK = "127.0.0.1"
 
 
 def launch(engine: EngineConfig) -> tuple[ServedModel, Executor]:
@@ -61,28 +58,28 @@ def spawn(engine: EngineConfig) -> Executor:
     ranks = topology.world_size
     require_devices(engine, ranks)
     threads = threads_of_rank(engine.threads, ranks)
-    # Ranks find each other through a file that nobody else can read: no port, no address.
-    meeting = Path(tempfile.mkdtemp(prefix="layline-"))
-
-    def forget_meeting() -> None:
-        shutil.rmtree(meeting, ignore_errors=True)
+    # Ranks find each other through a file without a name, which they inherit: no port, no address,
+    # and nothing that stays if all are killed.
+    meeting = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the ranks have it
+    descriptor = meeting.fileno()
 
     def open_ranks() -> Iterator[RankLink]:
-        for rank in range(ranks):
-            log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its rank
-            command = worker_command(rank)
-            ours, process = start_rank(command, worker_environment(threads), log.fileno())
-            yield RankLink(rank, rank_title(topology.at(rank)), ours, process, log)
+        with meeting:
+            for rank in range(ranks):
+                log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its rank
+                ours, process = start_rank(
+                    worker_command(rank), worker_environment(threads), log.fileno(), [descriptor]
+                )
+                yield RankLink(rank, rank_title(topology.at(rank)), ours, process, log)
 
-    supervisor = Supervisor(open_ranks, on_end=forget_meeting)
-    executor = RemoteExecutor(supervisor, topology)
+    executor = RemoteExecutor(Supervisor(open_ranks), topology)
     executor.start(
         [
             Start(
                 engine=asdict(engine),
                 rank=rank,
                 host=LOOPBACK,
-                meeting=str(meeting / "ranks"),
+                meeting=f"/proc/self/fd/{descriptor}",
                 threads=threads,
                 device=rank,
                 local_ranks=ranks,
@@ -90,9 +87,6 @@ def spawn(engine: EngineConfig) -> Executor:
             for rank in range(ranks)
         ]
     )
-    if engine.device == "cpu":
-        # NCCL goes back to it when it first communicates, gloo does not.
-        forget_meeting()
     return executor
 
 
@@ -111,18 +105,22 @@ def worker_command(rank: int) -> list[str]:
 
 
 def start_rank(
-    command: list[str], environment: Mapping[str, str], log: int
+    command: list[str],
+    environment: Mapping[str, str],
+    log: int,
+    inherited: Sequence[int] = (),
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Start a rank's process; our end of its connection, and the process.
 
-    It gets the descriptor of its end and our process id as further arguments. It is in a process
+    It gets the descriptor of its end and our process id as further arguments, and keeps the
+    ``inherited`` descriptors under their numbers. It is in a process
     group of its own, so that Ctrl-C reaches the driver alone, which then ends the ranks in order.
     """
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
             [*command, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), *inherited],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -64,7 +64,8 @@ class LLM:
     def close(self, status: int = 0) -> None:
         """End the workers, which exit with ``status``; a second call does nothing.
 
-        Without it they end with this object or with the process.
+        Whatever is asked afterwards, of streams too, raises RunError. Without it they end with
+        this object or with the process.
         """
         if self._close.detach() is not None:
             self._engine.close(status)

@@ -1,4 +1,4 @@
-"""Running steps in this process: one rank of a mesh, or the only one."""
+"""Running steps in this process, which is the only rank."""
 
 from __future__ import annotations
 

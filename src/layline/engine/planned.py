@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layline.boundary.contracts import StageDeclaration
@@ -18,12 +18,14 @@ from layline.boundary.planning.walk import plan_layers
 from layline.boundary.rows import BatchKind, DpPadding, StepRows, effective_padding
 from layline.comm.groups import CollectiveRecord, wire_bytes
 from layline.config import EngineConfig
-from layline.engine.facts import ModelFacts, resolve
+from layline.engine.facts import PLAIN_ENCODINGS, ModelFacts, resolve
+from layline.engine.room import Room, room_for
 from layline.errors import UsageError, one_of
 from layline.models.collectives import compute_collectives
 from layline.models.footprint import Footprint, footprint
 from layline.models.registry import family_of
 from layline.topology import GroupName
+from layline.weights.checkpoint import Checkpoint
 from layline.weights.opening import open_checkpoint
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,7 +42,10 @@ NEEDS = {
 class ModelPlan:
     """One model on one mesh, for one kind of batch; ``stages`` hold the others too.
 
-    ``lines`` are those of a step in the order in which ranks run them.
+    ``lines`` are those of a step in the order in which ranks run them. ``packed_head`` is the
+    encoding of a head that stays quantised: which kernel this machine has for it decides what its
+    scores are, so ``sizes`` are ``assumed`` until the kernels have been asked. ``room`` is what
+    the device has for a rank.
     """
 
     facts: ModelFacts
@@ -49,6 +54,21 @@ class ModelPlan:
     sizes: ElementSizes
     stages: tuple[StagePlan, ...]
     lines: tuple[Line, ...]
+    room: Room
+    packed_head: str | None = None
+    assumed: bool = False
+
+    def with_sizes(self, sizes: ElementSizes) -> ModelPlan:
+        """The same plan with what this machine's kernels return."""
+        return replace(self, sizes=sizes, assumed=False)
+
+    def of_kind(self, kind: BatchKind) -> ModelPlan:
+        """The same model on the same mesh for another kind of batch."""
+        return self if kind is self.kind else replace(self, kind=kind, lines=self._lines_of(kind))
+
+    def _lines_of(self, kind: BatchKind) -> tuple[Line, ...]:
+        compute = compute_collectives(self.facts.config, self.spec, kind)
+        return tuple(lines_of(self.stages, Ground(self.spec, kind), compute))
 
     @property
     def spec(self) -> MeshSpec:
@@ -76,6 +96,10 @@ class ModelPlan:
         for line in self.lines:
             yield from line.collectives
 
+    def prefills(self, tokens: int) -> bool:
+        """Whether the example step with as many tokens is a prefill; only ordinary ones may not."""
+        return self.kind.variant is not BatchVariant.ORDINARY or tokens > DECODE_TOKENS
+
     def records(
         self, step: StepRows, rank: int, sampled: int, *, prefill: bool = False
     ) -> list[CollectiveRecord]:
@@ -99,10 +123,35 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
     try:
         facts = resolve(engine, checkpoint)
         layers = linked_layers(facts, checkpoint.config)
+        head = packed_head(facts, checkpoint)
     finally:
         checkpoint.close()
-    kind = kind_for(facts.spec, variant, engine.dp_padding)
-    return plan_model(facts, layers, kind, element_sizes(facts, engine.device))
+    plan = ModelPlan(
+        facts=facts,
+        layers=layers,
+        kind=kind_for(facts.spec, variant, engine.dp_padding),
+        sizes=element_sizes(facts, engine.device, head),
+        stages=plan_layers(layers, facts.spec),
+        lines=(),
+        room=room_for(engine, facts.spec.topology),
+        packed_head=head,
+        assumed=head is not None,
+    )
+    return replace(plan, lines=plan._lines_of(plan.kind))
+
+
+def packed_head(facts: ModelFacts, checkpoint: Checkpoint) -> str | None:
+    """The encoding of a head that stays quantised, None for one whose scores have the run's dtype.
+
+    A head that is not in the file, or that the configuration ties, is the embedding's table.
+    """
+    if not facts.packed:
+        return None
+    infos, name = checkpoint.infos(), "lm_head.weight"
+    if facts.config.tied_head or name not in infos:
+        name = "model.embed_tokens.weight"
+    encoding = infos[name].encoding
+    return None if encoding in PLAIN_ENCODINGS else encoding
 
 
 def linked_layers(
@@ -115,24 +164,15 @@ def linked_layers(
     )
 
 
-def plan_model(
-    facts: ModelFacts,
-    layers: tuple[tuple[StageDeclaration, ...], ...],
-    kind: BatchKind,
-    sizes: ElementSizes,
-) -> ModelPlan:
-    """Plan a stack. Raises DeclarationError for an edge that the mesh has no transition for."""
-    stages = plan_layers(layers, facts.spec)
-    compute = compute_collectives(facts.config, facts.spec, kind)
-    lines = tuple(lines_of(stages, Ground(facts.spec, kind), compute))
-    return ModelPlan(facts, layers, kind, sizes, stages, lines)
+def element_sizes(facts: ModelFacts, device: str, head: str | None) -> ElementSizes:
+    """Bytes of values, as far as they are known without torch.
 
-
-def element_sizes(facts: ModelFacts, device: str) -> ElementSizes:
-    """Bytes of values, scores of a packed head aside: on the CPU outputs and residual are FP32."""
+    On the CPU outputs and residual are FP32. So are the scores of a packed ``head`` taken to be:
+    of the kernels that may run there, most return what they accumulate in.
+    """
     run = ITEMSIZES[facts.dtype]
     summed = 4 if device == "cpu" else run
-    return ElementSizes(summed=summed, run=run, scores=run)
+    return ElementSizes(summed=summed, run=run, scores=run if head is None else 4)
 
 
 def kind_for(spec: MeshSpec, variant: str, padding: str) -> BatchKind:
@@ -182,10 +222,10 @@ def example_steps(plan: ModelPlan) -> dict[int, StepRows]:
     return steps
 
 
-def totals(plan: ModelPlan, step: StepRows) -> list[GroupTotal]:
+def totals(plan: ModelPlan, step: StepRows, *, prefill: bool) -> list[GroupTotal]:
     """Totals of rank 0 in a step that scores one row on each attention DP rank."""
     found: dict[tuple[GroupName, bool], tuple[int, Bytes]] = {}
-    for record in plan.records(step, 0, 1):
+    for record in plan.records(step, 0, 1, prefill=prefill):
         ranks = plan.spec.topology.size(record.group)
         count, num_bytes = found.get((record.group, record.in_compute), (0, Bytes()))
         wire = wire_bytes(record.kind, record.payload_bytes, ranks)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import IO
 
 from layline import errors
@@ -33,7 +35,11 @@ class UnexpectedError(Exception):
 
 @dataclass
 class RankLink:
-    """A rank's control connection. ``process`` and ``log`` are None where others started it."""
+    """A rank's control connection. ``process`` and ``log`` are None where others started it.
+
+    ``pid`` is 0 where it is not known, and ``is_sibling`` says that the process is on this machine
+    and has the parent that this process has. Times are those of the monotonic clock.
+    """
 
     rank: int
     title: str
@@ -42,12 +48,20 @@ class RankLink:
     log: IO[bytes] | None = None
     reader: FrameReader[FromRank] = field(default_factory=from_rank_reader)
     outgoing: bytearray = field(default_factory=bytearray)
-    silent_s: float = 0.0
+    pid: int = 0
+    is_sibling: bool = False
+    heard_at: float = 0.0
+    limit_s: float = 0.0
+    signed_at: float = 0.0
     greeted: bool = False
     closed: bool = False
     sign: Sign | None = None
     detail: str = ""
     report: Failed | None = None
+
+    def __post_init__(self) -> None:
+        if self.process is not None:
+            self.pid = self.process.pid
 
     def reported(self) -> Exception:
         """The error that the rank said it has."""
@@ -56,10 +70,10 @@ class RankLink:
         error.add_note(f"{self.title}:\n{self.report.traceback}")
         return error
 
-    def gone(self, silence_s: float) -> RunError:
+    def gone(self) -> RunError:
         """The error for a rank that does not answer any more."""
         if self.sign is Sign.SILENT:
-            what = f"stopped answering: no heartbeat for {silence_s:g} s"
+            what = f"stopped answering: no heartbeat for {self.limit_s:g} s"
         elif self.sign is Sign.GARBLED:
             what = f"sent {self.detail}"
         else:
@@ -74,8 +88,15 @@ class RankLink:
         """True when the rank's process, or where others own that its connection, has ended."""
         return self.closed if self.process is None else self.process.poll() is not None
 
-    def kill(self) -> None:
-        """End the process and the connection, whatever state they are in."""
+    def kill(self, *, others: bool = False) -> None:
+        """End the process and the connection, whatever state they are in.
+
+        ``others``: also a process that is not ours but a sibling. Whoever started it may wait long
+        for one that is stopped.
+        """
+        if others and self.is_sibling and not self.closed and is_sibling(self.pid):
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
         if self.process is not None:
             with contextlib.suppress(OSError):
                 self.process.kill()
@@ -103,6 +124,27 @@ class RankLink:
         self.log.seek(0, 2)
         self.log.seek(max(0, self.log.tell() - _TAIL))
         return self.log.read().decode("utf-8", errors="replace").strip()
+
+
+def is_stopped(pid: int) -> bool:
+    """True when the system says that a process does not run: stopped by a signal, or ended."""
+    return _process_facts(pid)[0] in ("T", "Z")
+
+
+def is_sibling(pid: int) -> bool:
+    """True when another process has the parent that this one has."""
+    return pid != os.getpid() and _process_facts(pid)[1] == os.getppid()
+
+
+def _process_facts(pid: int) -> tuple[str, int]:
+    """State and parent of a process; ("", 0) where that cannot be known."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        # The program's name comes before, in brackets, and may hold anything.
+        state, parent = text.rpartition(")")[2].split()[:2]
+        return state, int(parent)
+    except (OSError, ValueError):
+        return "", 0
 
 
 def rebuilt(name: str, message: str) -> Exception:

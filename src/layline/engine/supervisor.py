@@ -17,21 +17,23 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from layline.engine.ranks import RankLink, Sign
+from layline.engine.ranks import RankLink, Sign, is_stopped
 from layline.engine.wire import Beat, Failed, Hello, Stop, ToRank, WireError, frame
 from layline.errors import CollectiveError, LaylineError, RunError
 
 _CHUNK = 1 << 18
 _TICK_S = 0.25
 _GRACE_S = 0.3  # For what else a failure shows: an exit status, other ranks' reports.
+_PAUSE_S = 2.0  # A turn that takes longer: this process itself was stopped.
 
 
 @dataclass(frozen=True)
 class Limits:
     """Seconds without a word after which a rank counts as gone.
 
-    ``starting`` holds until a rank's imports are done: loading a library keeps the interpreter to
-    itself. ``stopping`` is how long a rank may take to end by itself.
+    ``starting`` holds until a rank's imports are done, as loading a library keeps the interpreter
+    to itself, and only while the system runs its process. ``stopping`` is how long a rank may take
+    to end by itself.
     """
 
     silence: float = 8.0
@@ -42,23 +44,21 @@ class Limits:
 class Supervisor:
     """Ranks that run elsewhere, from their start to their end.
 
-    ``open_ranks`` makes the links, and ``on_end`` is called once they are gone; both in the
-    watching thread.
+    ``open_ranks`` makes the links, in the watching thread.
     """
 
     def __init__(
         self,
         open_ranks: Callable[[], Iterable[RankLink]],
         limits: Limits | None = None,
-        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._open_ranks = open_ranks
-        self._on_end = on_end
         self._limits = limits or Limits()
         self._links: list[RankLink] = []
         self._inbox: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._outbox: deque[tuple[int | None, bytes]] = deque()
         self._failure: LaylineError | None = None
+        self._is_told = False
         self._stop: Stop | None = None
         self._patience_s = 0.0
         self._noted_at = 0.0
@@ -97,6 +97,18 @@ class Supervisor:
         """True until the run is closed or has failed."""
         return self._failure is None and self._stop is None
 
+    def await_failure(self, seconds: float) -> bool:
+        """Give the run ``seconds`` to end; True when it has failed and a caller knows already.
+
+        Raises the failure when none does.
+        """
+        self._thread.join(seconds)
+        if self._failure is None:
+            return False
+        if not self._is_told:
+            self._check()
+        return True
+
     def close(self, status: int = 0, patience_s: float | None = None) -> None:
         """Let every rank end with ``status``, then kill those that have not; a second call waits.
 
@@ -113,6 +125,7 @@ class Supervisor:
         if self._failure is not None:
             if threading.current_thread() is not self._thread:
                 self._thread.join()  # It ends the ranks, and has nothing to wait for.
+                self._is_told = True
             # A new object: one that is raised twice collects both tracebacks.
             raise type(self._failure)(*self._failure.args) from self._failure
         if self._stop is not None:
@@ -142,10 +155,9 @@ class Supervisor:
             self._failure.__cause__ = error
         finally:
             for link in self._links:
-                link.kill()
+                link.kill(others=self._failure is not None)
             self._wake_reader.close()
             self._wake_writer.close()
-            self._on_end()
             self._inbox.put(None)
 
     def _open(self) -> None:
@@ -158,22 +170,32 @@ class Supervisor:
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Carry messages until the run is stopped or has failed."""
         before = monotonic()
+        for link in self._links:
+            link.heard_at = before
         while self._stop is None:
             self._turn(selector, _TICK_S)
             now = monotonic()
-            # Capped: while this process itself was stopped, nobody could be heard.
-            elapsed, before = min(now - before, 2 * _TICK_S), now
+            # While this process itself was stopped, nobody could be heard.
+            turn, before = now - before, now
+            unheard = turn - 2 * _TICK_S if turn > _PAUSE_S else 0.0
+            self._noted_at = min(now, self._noted_at + unheard)
             for link in self._links:
-                link.silent_s += elapsed
-                limit = self._limits.silence if link.greeted else self._limits.starting
-                if link.sign is None and link.silent_s > limit:
+                link.heard_at = min(now, link.heard_at + unheard)
+                if link.sign is None and self._is_silent(link, now):
                     link.sign = Sign.SILENT
-                    self._decide_at = now
+                    link.signed_at = self._decide_at = now
             if self._decide_at is not None and now >= self._decide_at:
                 self._failure = self._verdict()
                 if self._failure is not None:
                     return
                 self._decide_at = now + _TICK_S
+
+    def _is_silent(self, link: RankLink, now: float) -> bool:
+        seconds = now - link.heard_at
+        link.limit_s = self._limits.silence
+        if seconds > link.limit_s and not link.greeted and not is_stopped(link.pid):
+            link.limit_s = self._limits.starting
+        return seconds > link.limit_s
 
     def _turn(self, selector: selectors.BaseSelector, timeout: float) -> None:
         """Wait for something to do, then send and receive what there is."""
@@ -228,7 +250,7 @@ class Supervisor:
             selector.unregister(link.sock)
             link.closed = True
             return
-        link.silent_s = 0.0
+        link.heard_at = monotonic()
         for message in messages:
             self._take(link, message)
         if not data:
@@ -241,6 +263,7 @@ class Supervisor:
             return
         if isinstance(message, Hello):
             link.greeted = True
+            link.pid = message.pid or link.pid
         elif isinstance(message, Failed):
             link.report = message
             self._note(link, Sign.REPORTED)
@@ -251,6 +274,7 @@ class Supervisor:
         if link.sign is None or link.sign is Sign.SILENT:
             link.sign = sign
             link.detail = detail
+            link.signed_at = monotonic()
         if self._decide_at is None:
             self._noted_at = monotonic()
             self._decide_at = self._noted_at + _GRACE_S
@@ -262,7 +286,8 @@ class Supervisor:
         rank has been heard again.
         """
         signs: dict[Sign, list[RankLink]] = {}
-        for link in self._links:
+        # One that ends can bring others down, so the first is the cause.
+        for link in sorted(self._links, key=lambda link: link.signed_at):
             if link.sign is not None:
                 signs.setdefault(link.sign, []).append(link)
         reports = [(link, link.reported()) for link in signs.get(Sign.REPORTED, [])]
@@ -271,9 +296,8 @@ class Supervisor:
                 return error
         for sign in (Sign.SILENT, Sign.GARBLED, Sign.ENDED):
             for link in signs.get(sign, []):
-                return link.gone(self._limits.silence)
-        waited = monotonic() - self._noted_at
-        if any(link.sign is None and link.silent_s >= waited for link in self._links):
+                return link.gone()
+        if any(link.sign is None and link.heard_at <= self._noted_at for link in self._links):
             return None
         link, error = reports[0]
         failure = RunError(f"{link.title} failed: {error}")

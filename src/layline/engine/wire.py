@@ -107,9 +107,10 @@ class Stop(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """First word of a rank: its heavy imports are done."""
+    """First word of a rank: its heavy imports are done; ``pid`` is its process where that helps."""
 
     rank: int
+    pid: int = 0
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):

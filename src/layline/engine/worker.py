@@ -170,7 +170,7 @@ def load_rank(start: Start, store: Any = None) -> Rank:
     from layline.boundary.mesh import make_mesh
     from layline.comm.recording import Recorder, Timing, record_groups
     from layline.engine.facts import resolve
-    from layline.engine.meeting import join_groups
+    from layline.engine.meeting import VERIFIED_CALLS, join_groups
     from layline.engine.model import load_part, resolve_device
     from layline.weights.opening import open_checkpoint
 
@@ -181,7 +181,12 @@ def load_rank(start: Start, store: Any = None) -> Rank:
     try:
         facts = resolve(engine, checkpoint).on_rank(start.rank)
         groups = join_groups(
-            facts.spec.topology, device, host=start.host, meeting=start.meeting, store=store
+            facts.spec.topology,
+            device,
+            host=start.host,
+            meeting=start.meeting,
+            store=store,
+            verified_calls=None if engine.record_collectives else VERIFIED_CALLS,
         )
         mesh, recorder = make_mesh(facts.spec, groups), None
         if engine.record_collectives:

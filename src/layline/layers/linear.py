@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from layline.boundary.quantised import QuantisedRows
 from layline.kernels.dense_matmul import dense_matmul, wide_bfloat16_is_slow
 from layline.layers.spans import Phase
 
@@ -58,12 +59,14 @@ class Linear:
             and wide_bfloat16_is_slow()
         )
 
-    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | QuantisedRows, phase: Phase) -> torch.Tensor:
         """[tokens, in features] to [tokens, out features].
 
         The result has the run's dtype, or FP32 where the kernel computes in it and the caller
         keeps it: prefill on a CPU without bfloat16 tiles, or ``keeps_accumulator``.
         """
+        if isinstance(x, QuantisedRows):
+            x = x.dequantised()
         weight = self.weight
         if self.packed is not None and (phase is Phase.DECODE or weight is None):
             out = self.packed.matmul(x)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from layline.boundary.exit import get_forward
 from layline.boundary.layout import BatchVariant
 from layline.boundary.mesh import Mesh
+from layline.boundary.quantised import QuantisedRows
 from layline.boundary.rows import RankRows
 from layline.comm.groups import Group
 from layline.layers.embedding import Embedding
@@ -44,7 +45,7 @@ class RowParallelLinear:
         self._group = group
         self._sum_dtype = sum_dtype
 
-    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | QuantisedRows, phase: Phase) -> torch.Tensor:
         """[tokens, this rank's in features] to [tokens, out features], whole or partial.
 
         Every rank of the group calls it with as many rows, except where all have none.
@@ -58,7 +59,7 @@ class RowParallelLinear:
         whole: torch.Tensor = self._group.all_reduce(part)
         return whole
 
-    def partial(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
+    def partial(self, x: torch.Tensor | QuantisedRows, phase: Phase) -> torch.Tensor:
         """This rank's part of the sum, [tokens, out features]; no communication."""
         part = self.linear(x, phase)
         return part if self._sum_dtype is None else part.to(self._sum_dtype)
@@ -153,8 +154,13 @@ def sliced_rows(forward_batch: ForwardBatch) -> RankRows | None:
     return forward_batch.rows
 
 
-def gather_shards(shard: torch.Tensor, rows: RankRows, group: Group) -> torch.Tensor:
+def gather_shards(
+    shard: torch.Tensor | QuantisedRows, rows: RankRows, group: Group
+) -> torch.Tensor:
     """Every real row, [rows.own, columns], of slices [rows.shard, columns] over ``group``."""
+    if isinstance(shard, QuantisedRows):
+        packed: torch.Tensor = group.all_gather(shard.packed)
+        return QuantisedRows(packed[: rows.own]).dequantised()
     joined: torch.Tensor = group.all_gather(shard)
     return joined[: rows.own]
 

@@ -13,7 +13,7 @@ from layline.boundary.layout import BatchVariant
 from layline.boundary.mesh import CpRows, MeshSpec
 from layline.boundary.planning.moves import batch_kinds
 from layline.boundary.planning.records import OpKind, Place
-from layline.boundary.policy import POLICIES, ReductionPolicy, resolve_policy
+from layline.boundary.policy import POLICIES, ReductionPolicy, resolve_draft_policy, resolve_policy
 from layline.boundary.rows import DpPadding, batch_kind
 from layline.errors import UsageError
 from layline.topology import Topology
@@ -77,7 +77,7 @@ def test_both_sides_of_an_edge_agree() -> None:  # boundary G10
     assert left == {"ATTN_TP", "TP"}
 
 
-def test_all_reduce_policy_never_scatters() -> None:  # boundary G34, G41
+def test_all_reduce_policy_never_scatters() -> None:  # boundary G34
     """No optional scatter under ``ar``; deferred all-reduces stay."""
     deferred = 0
     for spec, kind, producer, _ in every_plan():
@@ -195,3 +195,18 @@ def test_policies_resolve_by_architecture(
     assert set(POLICIES) == {"auto", "ar", "rs", "rsv", "rs+rsv"}
     with pytest.raises(UsageError, match=r"'rsvv' is not one of .* did you mean 'rsv'"):
         resolve_policy("rsvv", architecture)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "asked", "wanted"),
+    [(None, "auto", "ar"), (None, "rs", "rs"), ("rsv", "rs", "rsv"), ("auto", "rs", "ar")],
+)
+def test_a_separate_draft_resolves_its_own_policy(
+    speculative: str | None, asked: str, wanted: str
+) -> None:  # boundary G40
+    # The target is a Llama, whose auto is rs+rsv; the draft's own architecture decides for it.
+    assert resolve_policy("auto", "LlamaForCausalLM")[0] is ReductionPolicy.RS_RSV
+    policy, _ = resolve_draft_policy(speculative, asked, "Qwen3ForCausalLM")
+    assert policy is ReductionPolicy(wanted)
+    with pytest.raises(UsageError, match="speculative_boundary_reduction 'none' is not one of"):
+        resolve_draft_policy("none", asked, "Qwen3ForCausalLM")

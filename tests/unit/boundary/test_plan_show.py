@@ -214,6 +214,75 @@ def test_a_lost_residual_turns_the_simulation_red(monkeypatch: pytest.MonkeyPatc
         simulate_layers(layers(3), spec)
 
 
+def ways_of(spec: MeshSpec) -> dict[str, int]:
+    """How often each way into a stage was taken, over all kinds of batch."""
+    found: dict[str, int] = {}
+    plans = plan_layers(layers(3), spec)
+    for kind in batch_kinds(spec):
+        for step in trial_steps(spec, kind):
+            partial = enters_partial(spec, kind)
+            result = Simulation(spec, step).run(plans, partial_entry=partial, all_ways=True)
+            for _, name in result.ways:
+                found[name.partition(" on ")[0]] = found.get(name.partition(" on ")[0], 0) + 1
+    return found
+
+
+def test_every_way_into_a_stage_is_taken() -> None:
+    spec = MeshSpec(topology=Topology(tp=4), sequence_parallel=True, input_scattered=True)
+    names = {"as planned", "completed at the entry", "completed early", "written", "residual"}
+    assert ways_of(spec).keys() == names | {"captured"}
+    for each in meshes(6):
+        assert ways_of(each)["as planned"] > 0
+
+
+@pytest.mark.parametrize("name", ["completed at the entry", "completed early", "written"])
+def test_a_fault_in_a_detour_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = simulate.detours
+
+    def damaged(*given: Any) -> Iterator[Any]:
+        for detour in real(*given):
+            # The sum that completes, or the update.
+            cut = detour.first[:-1] if detour.name == name else detour.first
+            yield dataclasses.replace(detour, first=cut)
+
+    spec = MeshSpec(topology=Topology(tp=4), input_scattered=True)
+    assert simulate_layers(layers(3), spec).rows > 0
+    monkeypatch.setattr(simulate, "detours", damaged)
+    with pytest.raises(SimulationError, match=name):
+        simulate_layers(layers(3), spec)
+
+
+@pytest.mark.parametrize("where", ["residual on", "captured on"])
+def test_a_move_that_is_left_out_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    real, moves = simulate.detours, simulate.capture_moves
+
+    def unmoved(*given: Any) -> Iterator[Any]:
+        for detour in real(*given):
+            lost = detour.name.startswith(where)
+            yield dataclasses.replace(detour, first=()) if lost else detour
+
+    spec = MeshSpec(topology=Topology(tp=4), sequence_parallel=True)
+    assert simulate_layers(layers(3), spec).rows > 0
+    if where == "captured on":
+        monkeypatch.setattr(
+            simulate, "capture_moves", lambda *given: (((), rows) for _, rows in moves(*given))
+        )
+    monkeypatch.setattr(simulate, "detours", unmoved)
+    with pytest.raises(SimulationError, match=where):
+        simulate_layers(layers(3), spec)
+
+
+def test_shapes_of_steps_are_those_that_ran() -> None:
+    alone = simulate_layers(layers(3), MeshSpec(topology=Topology(tp=2)))
+    assert alone.shapes == {"one row": 1, "several rows": 1, "empty": 1}
+    divided = simulate_layers(layers(3), MeshSpec(topology=Topology(tp=2, attn_dp=2)))
+    assert divided.shapes == {"even": 2, "ragged": 2, "idle but one": 2, "empty": 2}
+
+
 @pytest.mark.parametrize(
     ("topology", "policy", "line", "words"),
     [
@@ -262,6 +331,16 @@ def test_a_quantised_sum_is_a_gather_in_prefill_only() -> None:
     (prefill,) = cost.step_records([one], numbers, SIZES)
     assert prefill.kind is CollectiveKind.ALL_GATHER
     assert prefill.payload_bytes == 2 * 3 * (HIDDEN + 4)
+
+
+def test_bytes_of_a_quantised_sum_are_those_of_its_gather_in_prefill() -> None:
+    spec = MeshSpec(topology=Topology(tp=2), quantised_all_reduce=True)
+    ground = Ground(spec, batch_kinds(spec)[0])
+    (one,) = lines(spec)["ffn -> attn"].collectives
+    assert one.quantised
+    row = HIDDEN * 4
+    assert per_token(one, ground, SIZES) == Bytes(row, row)
+    assert per_token(one, ground, SIZES, prefill=True) == Bytes(2 * (HIDDEN + 4), HIDDEN + 4)
 
 
 def test_a_step_without_rows_has_no_collective() -> None:

@@ -15,8 +15,10 @@ from layline.boundary.mesh import make_mesh
 from layline.boundary.planning import simulated_steps
 from layline.boundary.planning.records import OpKind
 from layline.config import EngineConfig
+from layline.engine import room
 from layline.engine.facts import resolve
 from layline.engine.planned import ModelPlan, open_plan
+from layline.errors import UsageError
 from layline.topology import GroupName, Topology
 from layline.weights.opening import open_checkpoint
 
@@ -233,6 +235,117 @@ def test_a_variant_has_its_own_table(
     ordinary = layline("plan", model, *as_flags(mesh))
     assert f"also planned: --variant {variant}" in ordinary.out
     assert "variant ordinary" in ordinary.out
+
+
+@pytest.mark.parametrize("device_bytes", [None, 1 << 40, 64 << 20, 1 << 20])
+@pytest.mark.parametrize("max_running", [1, 16, 100_000])
+@pytest.mark.parametrize("kv_memory", [None, 1 << 20, 100 << 20])
+def test_cache_bytes_are_those_that_the_engine_allocates(
+    monkeypatch: pytest.MonkeyPatch,
+    kv_memory: int | None,
+    max_running: int,
+    device_bytes: int | None,
+) -> None:
+    import torch
+
+    from layline.engine import kv
+
+    engine = EngineConfig(kv_memory=kv_memory, max_running=max_running)
+    given = room.Room("cpu", device_bytes, kv_memory, max_running)
+    if device_bytes is None:
+        given = room.room_for(engine, Topology(tp=2))
+    else:
+        monkeypatch.setattr(kv, "_available", lambda _: int(device_bytes * kv.CPU_SHARE))
+    planned = given.cache(1000, 300, 0)
+    asked = kv.Room(1000, 300, torch.device("cpu"), 2)
+    if planned.holds_longest:
+        assert planned.num_bytes == kv.num_blocks(engine, asked) * kv.BLOCK_SIZE * 1000
+    else:
+        with pytest.raises(UsageError, match="room for one sequence"):
+            kv.num_blocks(engine, asked)
+    assert (room.CPU_SHARE, room.CUDA_SHARE) == (kv.CPU_SHARE, kv.CUDA_SHARE)
+
+
+@pytest.mark.parametrize(
+    ("memory", "flags", "words", "fits"),
+    [
+        (1 << 40, [], "fits, a rank has 512.0 GiB of cpu memory here", True),
+        (1 << 19, [], "does not fit, a rank has 256 KiB of cpu memory here", False),
+        (1 << 40, ["--kv-memory", "1K"], "does not fit, one sequence of max-model-len 256", False),
+    ],
+)
+def test_memory_of_a_rank_has_a_verdict(
+    layline: Any,
+    folder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    memory: int,
+    flags: list[str],
+    words: str,
+    fits: bool,
+) -> None:
+    monkeypatch.setattr(room, "cpu_bytes", lambda: memory)
+    arguments = ("plan", folder(), "--tp", "2", *flags)
+    assert words in " ".join(layline(*arguments).out.split())
+    found = json.loads(layline(*arguments, "--json").out)["memory_per_rank"]
+    assert found["fits"] is fits
+    assert found["total_bytes"] == found["weights_bytes"] + found["cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("said", "ranks", "found"),
+    [("143771\n81559\n", 1, 143771 << 20), ("143771\n81559\n", 2, 81559 << 20), ("1\n", 2, None),
+     ("[N/A]\n", 1, None)],
+)  # fmt: skip
+def test_memory_of_gpus_is_what_their_driver_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, ranks: int, found: int | None
+) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\nprintf '{said}'\n", encoding="utf-8")
+    script.chmod(0o755)
+    monkeypatch.setattr(room, "QUERY", (str(script),))
+    assert room.cuda_bytes(ranks) == found
+
+
+def test_memory_of_gpus_is_unknown_without_their_driver(
+    layline: Any, folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "QUERY", ("/nonexistent/nvidia-smi",))
+    done = layline("plan", folder(), "--device", "cuda")
+    assert "memory of the cuda device unknown" in " ".join(done.out.split())
+
+
+def test_a_quantised_sum_shows_both_of_its_forms(layline: Any, folder: Any) -> None:
+    model = folder()
+    arguments = ("plan", model, "--tp", "2", "--quantised-all-reduce")
+    out = layline(*arguments).out
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    # 64 values of 4 bytes; two ranks' rows of 64 bytes and a scale.
+    assert "in prefill: all-gather of int8 136 68" in rows
+    assert any(row.startswith("ffn -> attn x2 F TP - all-reduce TP 256 256") for row in rows)
+    steps = json.loads(layline(*arguments, "--json").out)["steps"]
+    plain = json.loads(layline(*arguments[:-1], "--json").out)["steps"]
+    wire = [
+        [sum(total["wire_bytes"] for total in step["collectives"]) for step in each]
+        for each in (steps, plain)
+    ]
+    assert wire[0][0] == wire[1][0], "decoding"
+    assert wire[0][1] < wire[1][1], "prefill"
+
+
+def test_one_process_of_torchruns_prints(
+    layline: Any, folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    printed = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        done = layline("plan", folder(), "--tp", "2")
+        assert (done.status, done.err) == (0, "")
+        printed.append("LlamaForCausalLM" in done.out)
+    assert printed == [True, False]
 
 
 # The plan is the model's.

@@ -14,6 +14,7 @@ from layline.engine.output import StreamChunk
 from layline.errors import (
     ModelNotFoundError,
     PromptError,
+    RunError,
     SamplingError,
     UnsupportedModelError,
     UsageError,
@@ -441,3 +442,22 @@ def test_ids_beyond_the_tokenizer_are_never_sampled(tmp_path: Path) -> None:
         (output,) = llm.generate([[5, 9, 11]], params)
         assert len(output.token_ids) == 30
         assert max(output.token_ids) < 150
+
+
+def test_a_closed_model_answers_nothing_more(directory: Path) -> None:
+    llm = LLM(str(directory), threads=1)
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    for attempt in (
+        lambda: llm.generate([PROMPTS[0]], GREEDY),
+        lambda: llm.stream(PROMPTS[0], GREEDY),
+        lambda: list(stream),
+        llm.memory_report,
+        llm.worker_peaks,
+    ):
+        with pytest.raises(RunError, match=r"^the engine is closed$"):
+            attempt()
+    stream.close()
+    assert not llm._engine.has_work

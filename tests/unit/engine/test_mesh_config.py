@@ -61,7 +61,10 @@ def test_a_world_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "2")
     assert elastic_environment() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert elastic_environment() == (2, 2, 2, 2)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert elastic_environment() == (2, 2, 2, 2, "127.0.0.1")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
+    assert elastic_environment() == (2, 2, 2, 2, "10.0.0.7")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert elastic_environment() is None
     with pytest.raises(UsageError, match="tp 2 needs 2 processes, but torchrun started 3"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +23,7 @@ from layline.boundary.rows import DpPadding
 from layline.engine import wire
 from layline.engine.balance import SampleRow
 from layline.engine.launch import start_rank, worker_environment
-from layline.engine.ranks import RankLink, rank_title
+from layline.engine.ranks import RankLink, is_sibling, rank_title
 from layline.engine.remote import RemoteExecutor
 from layline.engine.step import IDLE, MeshStep, RankStep, ordinary_step
 from layline.engine.supervisor import Limits, Supervisor
@@ -39,7 +42,6 @@ class Run:
 
     def __init__(self, *behaviours: str, limits: Limits = QUICK) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.ended: list[bool] = []
         topology = Topology(tp=len(behaviours))
 
         def open_ranks() -> Iterator[RankLink]:
@@ -51,7 +53,7 @@ class Run:
                 title = rank_title(topology.at(rank))
                 yield RankLink(rank, title, sock, process, log)
 
-        self.supervisor = Supervisor(open_ranks, limits, on_end=lambda: self.ended.append(True))
+        self.supervisor = Supervisor(open_ranks, limits)
         self.executor = RemoteExecutor(self.supervisor, topology)
         self.starts = [
             wire.Start({}, rank, "", "", 1, rank, 3) for rank in range(topology.world_size)
@@ -77,7 +79,6 @@ def run() -> Iterator[Callable[..., Run]]:
     for each in made:
         each.executor.close()
         assert each.alive() == []
-        assert each.ended == [True]
 
 
 def a_step() -> tuple[MeshStep, list[list[SampleRow]]]:
@@ -153,6 +154,80 @@ def test_a_rank_that_is_gone_is_named(run: Callable[..., Run], behaviour: str, o
 def test_the_shipped_limits_find_a_stopped_rank_within_ten_seconds() -> None:
     limits = Limits()
     assert limits.silence + 2 * 0.25 + 1.0 < 10
+
+
+def test_a_rank_that_stops_before_its_first_word_is_silent_at_once(run: Callable[..., Run]) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RunError, match=r"^rank 1 \(.*no heartbeat for 1.6 s; the run is over$"):
+        run("good", "early:stop").start()
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_may_be_silent_as_long_as_it_loads_libraries(run: Callable[..., Run]) -> None:
+    it = run("early:quiet:3", "good", limits=Limits(silence=1.6, starting=20.0)).start()
+    assert it.executor.execute(*a_step()) == [[(1, None)]]
+
+
+def test_the_limit_that_was_broken_is_printed(run: Callable[..., Run]) -> None:
+    with pytest.raises(RunError, match=r"^rank 0 \(.*no heartbeat for 3 s; the run is over$"):
+        run("early:quiet:30", "good", limits=Limits(silence=1.6, starting=3.0)).start()
+
+
+def test_silence_counts_in_full_on_a_busy_host(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = Supervisor._turn
+
+    def slow_turn(self: Supervisor, *arguments: Any) -> None:
+        turn(self, *arguments)
+        time.sleep(1.5)
+
+    it = run("hang", "stop", limits=Limits(silence=3.0, starting=20.0)).start()
+    monkeypatch.setattr(Supervisor, "_turn", slow_turn)
+    _, seconds = failing_step(it)
+    assert seconds < 8
+
+
+def test_the_first_to_end_is_the_cause(run: Callable[..., Run]) -> None:
+    """Whoever started the ranks may end the others as soon as one is gone."""
+    it = run("hang", "hang").start()
+    it.processes[1].kill()
+    it.processes[1].wait()
+    time.sleep(0.1)
+    it.processes[0].kill()
+    error, _ = failing_step(it)
+    assert str(error).startswith("rank 1 (attention DP 0, TP 1) ended unexpectedly")
+
+
+def test_a_failure_can_be_awaited_once(run: Callable[..., Run]) -> None:
+    it = run("die", "hang").start()
+    assert not it.supervisor.await_failure(0.1)
+    it.supervisor.post(wire.Step(1, [], "", [], "", [], {}, []))
+    with pytest.raises(RunError, match=r"^rank 0 .* ended unexpectedly"):
+        it.supervisor.await_failure(5.0)
+    assert it.supervisor.await_failure(5.0), "it has been told"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stopped_sibling_is_ended_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, which gives a stopped process half a minute."""
+    ours, theirs = socket.socketpair()
+    with theirs, subprocess.Popen([sys.executable, "-c", "input()"], stdin=PIPE) as process:
+        process.send_signal(signal.SIGSTOP)
+        assert not is_sibling(process.pid), "a child"
+        monkeypatch.setattr(os, "getppid", os.getpid)
+        assert is_sibling(process.pid)
+        assert not is_sibling(os.getpid()), "itself"
+        theirs.sendall(wire.frame(wire.Hello(1, process.pid)))
+        link = RankLink(0, "rank 1", ours, is_sibling=True)
+        supervisor = Supervisor(lambda: [link], Limits(silence=0.5))
+        with pytest.raises(RunError, match=r"^rank 1 stopped answering: no heartbeat for 0.5 s"):
+            supervisor.collect((wire.Loaded,), [0])
+        try:
+            assert process.wait(timeout=5) == -signal.SIGKILL
+        finally:
+            process.kill()
 
 
 def test_last_words_are_kept_with_the_error(run: Callable[..., Run]) -> None:

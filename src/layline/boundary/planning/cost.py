@@ -148,9 +148,11 @@ def _extent(op: Op, topology: Topology) -> Extent:
     return Extent.EVERY if larger == FULL_ROWS else Extent.OWN
 
 
-def per_token(collective: Collective, ground: Ground, sizes: ElementSizes) -> Bytes:
+def per_token(
+    collective: Collective, ground: Ground, sizes: ElementSizes, *, prefill: bool = False
+) -> Bytes:
     """Bytes for each token of a step whose slots are equally full; for SAMPLED and SCORES, for each
-    sampled row of the rank.
+    sampled row of the rank. ``prefill`` tells that every DP rank with rows prefills.
     """
     topology = ground.topology
     rows = {
@@ -161,8 +163,11 @@ def per_token(collective: Collective, ground: Ground, sizes: ElementSizes) -> By
         Extent.SAMPLED: Fraction(1),
         Extent.SCORES: Fraction(topology.size(collective.group)),
     }[collective.extent]
-    payload = collective.columns * sizes.of(collective.element) * rows
-    return Bytes(float(payload), float(_wire(collective, topology) * payload))
+    ranks = topology.size(collective.group)
+    kind, payload = collective.kind, collective.columns * sizes.of(collective.element) * rows
+    if collective.quantised and prefill:
+        kind, payload = CollectiveKind.ALL_GATHER, (collective.columns + SCALE_BYTES) * rows * ranks
+    return Bytes(float(payload), float(_wire(kind, ranks) * payload))
 
 
 def _share(layout: Layout, topology: Topology) -> Fraction:
@@ -172,10 +177,9 @@ def _share(layout: Layout, topology: Topology) -> Fraction:
     return share
 
 
-def _wire(collective: Collective, topology: Topology) -> Fraction:
-    ranks = topology.size(collective.group)
+def _wire(kind: CollectiveKind, ranks: int) -> Fraction:
     # By the one formula: what a payload of as many bytes as there are ranks sends, exactly.
-    return Fraction(wire_bytes(collective.kind, ranks, ranks)) / ranks
+    return Fraction(wire_bytes(kind, ranks, ranks)) / ranks
 
 
 def step_records(

@@ -17,7 +17,7 @@ from layline.boundary.contracts import (
 )
 from layline.boundary.layout import FULL_ROWS, BatchVariant, Layout, SumGroup
 from layline.boundary.planning.exits import ExitPlan
-from layline.boundary.planning.moves import Ground, move, place_and_sum
+from layline.boundary.planning.moves import Ground, complete_sum, move, place_and_sum
 from layline.boundary.planning.records import Op, Operand, OpKind, Place
 from layline.boundary.planning.resolve import residual_after
 from layline.boundary.rows import DpPadding
@@ -143,18 +143,23 @@ class _Prepare:
         return (*moved, update, *self._bring_input(rows))
 
     def _bring_input(self, rows: Layout) -> tuple[Op, ...]:
-        return move(self._ground, rows, self._compute, Operand.INPUT)
+        return (*move(self._ground, rows, self._compute, Operand.INPUT), *self._format())
+
+    def _format(self) -> tuple[Op, ...]:
+        """Put the input in the read's own format; last, so that every row moves in the run's."""
+        if not self._declaration.read.formats_input:
+            return ()
+        rows = self._compute
+        return (Op(OpKind.FORMAT, Place.PREPARE, Operand.INPUT, before=rows, after=rows),)
 
     def _sum_onto(self, owed: SumGroup, rows: Layout, landing: Layout) -> tuple[Op, ...]:
         """Complete a sum and land on ``landing``: a reduce-scatter where that divides the rows."""
-        group = owed.group
-        if landing != rows:
-            scatter = OpKind.REDUCE_SCATTER
-            return (Op(scatter, Place.PREPARE, Operand.VALUE, group, rows, landing),)
+        total = complete_sum(self._ground, owed.group, rows, landing, Place.PREPARE)
         previous = self._declaration.previous
         plain = previous is not None and previous.update.plain
-        total = Op(OpKind.ALL_REDUCE, Place.PREPARE, Operand.VALUE, group, rows, landing)
-        return (replace(total, quantised=plain and self._ground.spec.quantised_all_reduce),)
+        if total.kind is OpKind.ALL_REDUCE and plain:
+            total = replace(total, quantised=self._ground.spec.quantised_all_reduce)
+        return (total,)
 
     def _join(self, owed: SumGroup) -> tuple[Op, ...] | None:
         """Let the residual join the sum that completes the output, where that saves a collective.
@@ -182,9 +187,9 @@ class _Prepare:
         """Each rank adds its residual slice to its partial; the sum is the new residual."""
         rows = self._ground.attention
         join = Op(OpKind.JOIN_SLICE, Place.PREPARE, before=rows, after=rows)
-        total = Op(OpKind.ALL_REDUCE, Place.PREPARE, Operand.VALUE, GroupName.TP, rows, rows)
+        total = complete_sum(self._ground, GroupName.TP, rows, rows, Place.PREPARE)
         take = Op(OpKind.TAKE_RESIDUAL, Place.PREPARE, before=rows, after=rows)
-        return (join, total, take, READ_SUM)
+        return (join, total, take, READ_SUM, *self._format())
 
     def _join_gather(self) -> tuple[Op, ...]:
         """Attention TP rank 0 adds the residual; one DP sum completes and gathers; then norm."""
@@ -197,14 +202,7 @@ class _Prepare:
         else:
             assert ground.kind.padding is DpPadding.MAX_LEN
             total = (
-                Op(
-                    OpKind.REDUCE_SCATTER,
-                    Place.PREPARE,
-                    Operand.VALUE,
-                    GroupName.ATTN_TP,
-                    rows,
-                    ground.local,
-                ),
+                complete_sum(ground, GroupName.ATTN_TP, rows, ground.local, Place.PREPARE),
                 Op(
                     OpKind.ALL_GATHER,
                     Place.PREPARE,
@@ -214,4 +212,4 @@ class _Prepare:
                     FULL_ROWS,
                 ),
             )
-        return (*moved, join, *total, take, READ_SUM)
+        return (*moved, join, *total, take, READ_SUM, *self._format())

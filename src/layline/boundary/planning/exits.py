@@ -15,7 +15,7 @@ from layline.boundary.contracts import (
     StageKind,
 )
 from layline.boundary.layout import FULL_ROWS, BatchVariant, Layout, SumGroup
-from layline.boundary.planning.moves import Ground, move
+from layline.boundary.planning.moves import Ground, complete_sum, move
 from layline.boundary.planning.records import Op, Operand, OpKind, Place
 from layline.boundary.planning.resolve import (
     equal_shards,
@@ -112,8 +112,8 @@ def _same(plan: ExitPlan) -> ExitChoice:
     return ExitChoice(plan, plan)
 
 
-def _sum(place: Place, group: SumGroup, rows: Layout) -> Op:
-    return Op(OpKind.ALL_REDUCE, place, Operand.VALUE, group.group, rows, rows)
+def _sum(ground: Ground, place: Place, group: SumGroup, rows: Layout) -> Op:
+    return complete_sum(ground, group.group, rows, rows, place)
 
 
 def _attention_exit(
@@ -126,7 +126,7 @@ def _attention_exit(
     partial = declaration.reduction is ProducerReduction.PARTIAL
     plan = ExitPlan(rows=output.handoff, reason="attention TP is one rank: the output is whole")
     if output.owed is not None:
-        late = _sum(Place.PREPARE, output.owed, output.layout)
+        late = _sum(ground, Place.PREPARE, output.owed, output.layout)
         before_mixer = following is not None and following.kind is StageKind.ATTN
         if output.leaves_for_next and before_mixer and not partial:
             plan = ExitPlan(
@@ -144,7 +144,7 @@ def _attention_exit(
                 reason="the next stage completes the attention sum",
             )
         else:
-            early = _sum(Place.COMPUTE, output.owed, output.layout)
+            early = _sum(ground, Place.COMPUTE, output.owed, output.layout)
             plan = ExitPlan(
                 compute=(early,), rows=output.handoff, reason="no stage that could complete the sum"
             )
@@ -172,8 +172,7 @@ def _with_update(ground: Ground, declaration: StageDeclaration, plan: ExitPlan) 
 
 def _sequence_parallel_exit(ground: Ground, declaration: StageDeclaration) -> ExitPlan:
     rows = ground.local
-    group = GroupName.TP
-    scatter = Op(OpKind.REDUCE_SCATTER, Place.COMPUTE, Operand.VALUE, group, FULL_ROWS, rows)
+    scatter = complete_sum(ground, GroupName.TP, FULL_ROWS, rows, Place.COMPUTE)
     plan = ExitPlan(
         compute=(scatter,),
         ops=_transform(declaration, rows),
@@ -217,7 +216,7 @@ def _deferred(ground: Ground, decl: StageDecl) -> ExitPlan | None:
     if not decl.output.leaves_for_next or decl.output.owed is None:
         return None
     late = replace(
-        _sum(Place.PREPARE, decl.output.owed, FULL_ROWS),
+        _sum(ground, Place.PREPARE, decl.output.owed, FULL_ROWS),
         quantised=ground.spec.quantised_all_reduce and decl.output.update.plain,
     )
     back = move(ground, FULL_ROWS, decl.output.handoff, Operand.VALUE)
@@ -232,7 +231,7 @@ def _deferred(ground: Ground, decl: StageDecl) -> ExitPlan | None:
 def _complete(ground: Ground, declaration: StageDeclaration, decl: StageDecl) -> ExitPlan:
     """Compute reduces; the exit takes the rank's own rows."""
     assert decl.output.owed is not None
-    early = _sum(Place.COMPUTE, decl.output.owed, FULL_ROWS)
+    early = _sum(ground, Place.COMPUTE, decl.output.owed, FULL_ROWS)
     reason = "the stack ends here" if declaration.terminal else "nothing may be left"
     return _finish(ground, declaration, decl, ExitPlan(compute=(early,), reason=reason))
 
@@ -273,15 +272,12 @@ def _dp_scatter(ground: Ground, decl: StageDecl) -> tuple[tuple[Op, ...], str] |
         return None
     handoff = decl.output.handoff
     if policy.allows_variable_scatter and topology.attn_tp == 1:
-        op = Op(
-            OpKind.REDUCE_SCATTER_V, Place.PREPARE, Operand.VALUE, GroupName.TP, FULL_ROWS, handoff
-        )
+        op = complete_sum(ground, GroupName.TP, FULL_ROWS, handoff, Place.PREPARE)
+        op = replace(op, kind=OpKind.REDUCE_SCATTER_V)
         return (op,), "every rank has rows of its own: a variable reduce-scatter returns them"
     if policy.allows_scatter and ground.kind.padding is DpPadding.MAX_LEN:
         landing = ground.local
-        op = Op(
-            OpKind.REDUCE_SCATTER, Place.PREPARE, Operand.VALUE, GroupName.TP, FULL_ROWS, landing
-        )
+        op = complete_sum(ground, GroupName.TP, FULL_ROWS, landing, Place.PREPARE)
         back = move(ground, landing, handoff, Operand.VALUE)
         return (op, *back), "slots are equal: a reduce-scatter returns them"
     return None
@@ -294,14 +290,7 @@ def _cp_scatter(ground: Ground, decl: StageDecl) -> tuple[tuple[Op, ...], str] |
     # The ranks that the FFN sums over must be the CP ranks, and their shards equal.
     if topology.attn_dp > 1 or topology.attn_tp > 1 or not equal_shards(ground):
         return None
-    op = Op(
-        OpKind.REDUCE_SCATTER,
-        Place.PREPARE,
-        Operand.VALUE,
-        GroupName.ATTN_CP,
-        FULL_ROWS,
-        decl.output.handoff,
-    )
+    op = complete_sum(ground, GroupName.ATTN_CP, FULL_ROWS, decl.output.handoff, Place.PREPARE)
     return (op,), "CP shards are equal: a reduce-scatter returns them"
 
 
@@ -312,12 +301,10 @@ def _input_scattered_exit(
     assert output.owed is not None
     scatters = ground.spec.policy.allows_scatter and output.leaves_for_scatter
     residual = residual_after(ground, declaration)
-    scatter = Op(
-        OpKind.REDUCE_SCATTER, Place.EXIT, Operand.VALUE, GroupName.TP, FULL_ROWS, ground.local
-    )
+    scatter = complete_sum(ground, GroupName.TP, FULL_ROWS, ground.local, Place.EXIT)
     if declaration.update.at_producer:
         update = Op(OpKind.UPDATE, Place.EXIT, before=residual, after=residual)
-        early = () if scatters else (_sum(Place.COMPUTE, output.owed, FULL_ROWS),)
+        early = () if scatters else (_sum(ground, Place.COMPUTE, output.owed, FULL_ROWS),)
         cut = (
             (scatter,) if scatters else move(ground, FULL_ROWS, residual, Operand.VALUE, Place.EXIT)
         )
@@ -334,7 +321,7 @@ def _input_scattered_exit(
         return ExitPlan(
             mlp_reduce_scatter=True,
             declared=output.owed,
-            completion=(_sum(Place.PREPARE, output.owed, FULL_ROWS),),
+            completion=(_sum(ground, Place.PREPARE, output.owed, FULL_ROWS),),
             rows=output.handoff,
             reason="the next input takes its slice of the sum",
         )

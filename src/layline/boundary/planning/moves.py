@@ -21,6 +21,7 @@ from layline.boundary.mesh import MeshSpec
 from layline.boundary.planning.records import Op, Operand, OpKind, Place, Writers
 from layline.boundary.planning.table import Transition, transport
 from layline.boundary.rows import BatchKind, DpPadding, batch_kind, effective_padding
+from layline.errors import DeclarationError
 from layline.topology import GroupName, Topology
 
 
@@ -122,6 +123,38 @@ def _gather_slots(ground: Ground, before: Layout, operand: Operand, place: Place
     cut = () if sliced else move(ground, rows, ground.local, operand, place)
     gather = Op(OpKind.ALL_GATHER, place, operand, GroupName.TP, ground.local, FULL_ROWS)
     return (*cut, gather)
+
+
+# The token axes that a group's ranks stand on.
+_AXES_OF = {
+    GroupName.ATTN_TP: (TokenAxis.ATTN_TP_SCATTER,),
+    GroupName.ATTN_CP: (TokenAxis.ATTN_CP,),
+    GroupName.TP: tuple(TokenAxis),
+}
+_SUMS = {
+    Transition.ALL_REDUCE: OpKind.ALL_REDUCE,
+    Transition.REDUCE_SCATTER: OpKind.REDUCE_SCATTER,
+}
+
+
+def complete_sum(
+    ground: Ground, group: GroupName, before: Layout, landing: Layout, place: Place
+) -> Op:
+    """The one collective that completes a sum over ``group`` and leaves its rows on ``landing``.
+
+    Raises DeclarationError where the table has no such transition: the ranks of the sum hold
+    different rows, or one collective could not land there.
+    """
+    owed = Layout.over(ground.topology, _AXES_OF[group]).sharded
+    transitions = {step for step, _ in transport(before, landing, owed)}
+    kinds = {_SUMS.get(step) for step in transitions}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None:
+        raise DeclarationError(
+            f"no single collective completes a sum over {group.value} on rows [{before}] and "
+            f"lands on rows [{landing}]"
+        )
+    return Op(kind, place, Operand.VALUE, group, before, landing)
 
 
 def place_and_sum(

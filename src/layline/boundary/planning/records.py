@@ -19,6 +19,7 @@ class OpKind(Enum):
     UPDATE_AND_READ = "add+norm"
     LEAVE = "leave"
     TRANSFORM = "transform"
+    FORMAT = "to the read's format"
     JOIN = "residual joins the sum"
     JOIN_SLICE = "residual slice joins the sum"
     TAKE_RESIDUAL = "own slot is the residual"

@@ -191,8 +191,6 @@ class _Writer:
             words.append(op.operand.value)
         if op.before != op.after and op.kind is not OpKind.TAKE_RESIDUAL:
             words.append(f"-> {self._row_name(op.after)}")
-        if op.quantised:
-            words.append("(int8 in prefill)")
         return " ".join(words)
 
     def _rows_before(self, crossing: Crossing) -> Layout:

@@ -15,6 +15,7 @@ from typing import Any
 from layline.boundary.contracts import StageDeclaration, StageKind
 from layline.boundary.layout import BatchVariant, Layout, TokenAxis
 from layline.boundary.mesh import MeshSpec
+from layline.boundary.planning.detours import capture_moves, detours
 from layline.boundary.planning.exits import ExitPlan
 from layline.boundary.planning.moves import Ground
 from layline.boundary.planning.records import Op
@@ -30,27 +31,35 @@ from layline.boundary.planning.simulated_rows import (
     difference,
     every_share,
     norm_row,
+    norm_rows,
     remembered,
     run_collective,
     share_once,
 )
 from layline.boundary.planning.simulated_steps import LOCAL_STEPS
-from layline.boundary.planning.stage import StagePlan, plan_stage
-from layline.boundary.planning.walk import walk
+from layline.boundary.planning.stage import StagePlan
+from layline.boundary.planning.walk import Crossing, walk
 from layline.boundary.rows import BatchKind, StepRows, kind_of, rank_rows
 from layline.topology import GroupName
 
+Held = tuple[Rows, Rows | None, Rows]
+"""Value, residual and input of one rank."""
 Tokens = list[Any]
 """The token of each row, None for padding."""
 
 
 @dataclass
 class SimulationResult:
-    """What a simulation ran: collectives of rank 0 in order, and how many rows were checked."""
+    """What a simulation ran.
+
+    ``collectives`` are those of the walk in order; ``checked_rows`` counts rows of all ranks.
+    ``ways`` holds each way into a stage that was taken, by the stage's plan.
+    """
 
     collectives: list[Op]
     checked_rows: int
     stages: int
+    ways: set[tuple[int, str]]
 
 
 class Simulation:
@@ -68,7 +77,7 @@ class Simulation:
             RankState(here, rank_rows(step, here))
             for here in map(spec.topology.at, range(spec.topology.tp))
         ]
-        self.result = SimulationResult([], 0, 0)
+        self.result = SimulationResult([], 0, 0, set())
         # Every stage so far, and how many shares of its part a residual must hold by now.
         self._stages: list[tuple[StageDeclaration, int]] = []
         self._entry_shares = 1
@@ -78,8 +87,13 @@ class Simulation:
         self._attention_rows = self.ground.attention
         self._positions: dict[GroupName, list[int]] = {}
 
-    def run(self, plans: Sequence[StagePlan], *, partial_entry: bool = False) -> SimulationResult:
+    def run(
+        self, plans: Sequence[StagePlan], *, partial_entry: bool = False, all_ways: bool = False
+    ) -> SimulationResult:
         """Walk the stages in order and leave through a final norm.
+
+        With ``all_ways`` each stage is also entered in every other way that is prepared for what
+        arrives there, and the residual is captured before it.
 
         Raises SimulationError when a value is not what its declaration says.
         """
@@ -90,14 +104,56 @@ class Simulation:
         for index, crossing in enumerate(crossings):
             if crossing.producer is not None and crossing.leaving is not None:
                 self._leave(crossing.producer, crossing.leaving)
-            for op in crossing.prepare:
-                self.apply(op)
             where = "final norm"
             if crossing.consumer is not None:
                 where = f"input of stage {index} ({crossing.consumer.declaration.kind.value})"
                 self.result.stages += 1
+                self.result.ways.add((id(crossing.consumer), "as planned"))
+            arrived = self._hold()
+            for op in crossing.prepare:
+                self.apply(op)
             self._check(crossing.compute_rows, where)
+            if all_ways:
+                prepared, walked = self._hold(), self.result.collectives
+                self.result.collectives = []
+                self._capture(crossing, where, prepared)
+                self._take_detours(crossing, where, arrived)
+                self._restore(prepared)
+                self.result.collectives = walked
         return self.result
+
+    def _take_detours(self, crossing: Crossing, where: str, arrived: list[Held]) -> None:
+        """Enter the stage in each other way, from what had arrived."""
+        for detour in detours(self.ground, crossing):
+            self._restore(arrived)
+            for op in detour.first:
+                self.apply(op)
+            if detour.writes:
+                for state in self.states:
+                    state.residual = state.value
+            for op in detour.then:
+                self.apply(op)
+            self._check(crossing.compute_rows, f"{where}, {detour.name}")
+            self.result.ways.add((id(crossing.consumer), detour.name))
+
+    def _capture(self, crossing: Crossing, where: str, prepared: list[Held]) -> None:
+        """Bring the updated residual where captures get it, and check it there."""
+        for ops, rows in capture_moves(self.ground, crossing):
+            self._restore(prepared)
+            for op in ops:
+                self.apply(op)
+            for state in self.states:
+                state.input = norm_rows(state.residual or [])
+            self._check(rows, f"{where}, captured on [{rows}]")
+            self.result.ways.add((id(crossing.consumer), f"captured on [{rows}]"))
+
+    def _hold(self) -> list[Held]:
+        # Lists of rows are values: nothing changes one that is held.
+        return [(state.value, state.residual, state.input) for state in self.states]
+
+    def _restore(self, held: list[Held]) -> None:
+        for state, rows in zip(self.states, held, strict=True):
+            state.value, state.residual, state.input = rows
 
     def apply(self, op: Op) -> None:
         """Carry out one operation on every rank."""
@@ -260,14 +316,3 @@ class Simulation:
 
 def _num_real(tokens: Tokens) -> int:
     return sum(token is not None for token in tokens)
-
-
-def simulate_stack(
-    spec: MeshSpec, stages: Sequence[StageDeclaration], step: StepRows
-) -> SimulationResult:
-    """Plan linked stages for ``spec`` and walk them with the rows of ``step`` on every rank."""
-    plans = [
-        plan_stage(stage, stages[index + 1] if index + 1 < len(stages) else None, spec)
-        for index, stage in enumerate(stages)
-    ]
-    return Simulation(spec, step).run(plans)

@@ -69,6 +69,11 @@ def norm_row(row: Row) -> Row:
     return {("norm", frozenset(row.items())): 1}
 
 
+def norm_rows(rows: Rows) -> Rows:
+    """The norm of each row; zeros stay zeros."""
+    return [norm_row(row) if row else ZERO for row in rows]
+
+
 def contributed(row: Row, producer: StageDeclaration) -> Row:
     """What a producer's complete output adds to the residual."""
     if producer.transform is not None:

@@ -16,7 +16,7 @@ from layline.boundary.planning.simulated_rows import (
     Rows,
     SimulationError,
     add_rows,
-    norm_row,
+    norm_rows,
     opaque_row,
     remembered,
     transform_parts,
@@ -31,11 +31,7 @@ def _enter(state: RankState, op: Op, memo: Memo) -> None:
 def _read(state: RankState, op: Op, memo: Memo) -> None:
     source = state.residual if op.operand is Operand.RESIDUAL else state.value
     assert source is not None
-    state.input = remembered(memo, _norm_rows, source)
-
-
-def _norm_rows(rows: Rows) -> Rows:
-    return [norm_row(row) if row else ZERO for row in rows]
+    state.input = remembered(memo, norm_rows, source)
 
 
 def _added(state: RankState, memo: Memo) -> Rows:
@@ -68,7 +64,7 @@ def _add_lists(left: Rows, right: Rows) -> Rows:
 
 def _update_and_read(state: RankState, op: Op, memo: Memo) -> None:
     state.residual = _added(state, memo)
-    state.input = remembered(memo, _norm_rows, state.residual)
+    state.input = remembered(memo, norm_rows, state.residual)
 
 
 def _update(state: RankState, op: Op, memo: Memo) -> None:
@@ -153,5 +149,7 @@ LOCAL_STEPS: dict[OpKind, Callable[[RankState, Op, Memo], None]] = {
     OpKind.SLICE: _slice,
     OpKind.PLACE: _place,
     OpKind.PAD: _pad,
+    # Every row keeps its parts; only their format changes.
+    OpKind.FORMAT: lambda state, op, memo: None,
     OpKind.TRANSFORM: _transform,
 }

@@ -22,33 +22,49 @@ BUSY = 16
 class Trial:
     """What a simulation of every kind of batch has checked.
 
-    ``paths`` counts a stage's prepared path for one kind of batch, ``rows`` every rank's compute
-    inputs in every step.
+    ``shapes`` says how often a step of each shape ran. ``ways`` counts the ways into stages that
+    were taken: for each distinct stage and kind of batch the planned one, those that complete or
+    write earlier or find the residual on other rows, and captures. ``rows`` counts every rank's
+    compute inputs in every step.
     """
 
     kinds: int
-    steps: int
-    paths: int
+    shapes: dict[str, int]
+    ways: int
     rows: int
 
+    @property
+    def steps(self) -> int:
+        """Steps that ran."""
+        return sum(self.shapes.values())
 
-def trial_steps(spec: MeshSpec, kind: BatchKind) -> tuple[StepRows, ...]:
-    """Row counts that this kind of batch can have, different ones on every axis."""
+
+def trial_steps(spec: MeshSpec, kind: BatchKind) -> dict[StepRows, str]:
+    """Row counts that this kind of batch can have, different ones on every axis, and their shape.
+
+    Attention DP ranks hold equally many rows in an even step, other numbers in a ragged one; idle
+    ones have none. With one such rank a ragged step is one of several rows.
+    """
     dp = spec.topology.attn_dp
     # Rows of an input-scattered step divide by TP.
     unit = spec.topology.tp if kind.variant is BatchVariant.INPUT_SCATTERED else 1
     every = -(-dp // BUSY)
     ragged = [RAGGED[rank // every % len(RAGGED)] if rank % every == 0 else 0 for rank in range(dp)]
-    by_dp = [[1] * dp, ragged, [0] * (dp - 1) + [1], [0] * dp]
+    by_dp = {
+        (1,) * dp: "one row" if dp == 1 else "even",
+        tuple(ragged): "several rows" if dp == 1 else "ragged",
+        (*(0,) * (dp - 1), 1): "one row" if dp == 1 else "idle but one",
+        (0,) * dp: "empty",
+    }
     padding = kind.padding or DpPadding.MAX_LEN
-    return tuple(
+    return {
         StepRows(
             kind.variant,
             tuple(_over_cp(spec, kind, count * unit, rank) for rank, count in enumerate(counts)),
             padding,
-        )
-        for counts in dict.fromkeys(map(tuple, by_dp))
-    )
+        ): shape
+        for counts, shape in by_dp.items()
+    }
 
 
 def _over_cp(spec: MeshSpec, kind: BatchKind, count: int, attn_dp: int) -> tuple[int, ...]:
@@ -76,11 +92,14 @@ def simulate_layers(layers: Sequence[Sequence[StageDeclaration]], spec: MeshSpec
     """
     plans = plan_layers(shortened(layers), spec)
     kinds = batch_kinds(spec)
-    steps = rows = 0
+    shapes: dict[str, int] = {}
+    ways: set[tuple[BatchKind, tuple[int, str]]] = set()
+    rows = 0
     for kind in kinds:
-        for step in trial_steps(spec, kind):
-            partial = enters_partial(spec, kind)
-            result = Simulation(spec, step).run(plans, partial_entry=partial)
-            steps += 1
+        partial = enters_partial(spec, kind)
+        for step, shape in trial_steps(spec, kind).items():
+            result = Simulation(spec, step).run(plans, partial_entry=partial, all_ways=True)
+            shapes[shape] = shapes.get(shape, 0) + 1
+            ways |= {(kind, way) for way in result.ways}
             rows += result.checked_rows
-    return Trial(len(kinds), steps, len(kinds) * len(plans), rows)
+    return Trial(len(kinds), shapes, len(ways), rows)

@@ -43,6 +43,10 @@ class StageRead(Protocol):
     def keeps_residual(self) -> bool:
         """True when reading and updating never write into the residual they are given."""
 
+    @property
+    def formats_input(self) -> bool:
+        """True when the compute input is :meth:`format` of the normalised rows."""
+
     def enter(self, hidden: Any) -> Any:
         """The residual a stack starts with, made from the embedding output."""
 
@@ -53,6 +57,9 @@ class StageRead(Protocol):
         self, update: StageUpdate, output: Any, residual: Any, norm: Any
     ) -> tuple[Any, Any]:
         """Apply ``update``, then read; an implementation may fuse the two."""
+
+    def format(self, normed: Any) -> Any:
+        """The compute input in this read's own format, made once rows are where they belong."""
 
 
 @dataclass(frozen=True)

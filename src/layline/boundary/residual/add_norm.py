@@ -32,6 +32,7 @@ class PlainRead:
     plain: bool = True
     before_gather: bool = False
     keeps_residual: bool = True
+    formats_input: bool = False
 
     def enter(self, hidden: Any) -> Any:
         """The embedding output is the first residual."""
@@ -49,6 +50,10 @@ class PlainRead:
             normed, updated = norm.add_norm(output, residual)
             return normed, updated
         return self.read(update.apply(output, residual), norm)
+
+    def format(self, normed: Any) -> Any:
+        """Normalised rows are what compute takes."""
+        return normed
 
 
 PLAIN_RESIDUAL = LayerResidual(read=PlainRead(), update=PlainUpdate())

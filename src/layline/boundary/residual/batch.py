@@ -20,6 +20,7 @@ from layline.boundary.residual.stream import (
 from layline.errors import BoundaryUnsupportedError, StreamError
 
 PLAIN_SNAPSHOT = "snapshot requires a plain residual update"
+PLAIN_FOLD = "fold requires a plain residual update"
 
 
 def stream_of(forward_batch: BatchState) -> ResidualStream:
@@ -120,8 +121,14 @@ def complete_output(hidden_states: Any, forward_batch: BatchState) -> Any:
 
 
 def fold(hidden_states: Any, forward_batch: BatchState) -> Any:
-    """Complete a plain contribution, add it to the residual, and leave a written stream."""
+    """Complete a plain contribution, add it to the residual, and leave a written stream.
+
+    Raises BoundaryUnsupportedError for an update that is not plain.
+    """
     stream = _entered(forward_batch)
+    pending = stream.contribution
+    if pending is not None and not pending.update.plain:
+        raise BoundaryUnsupportedError(PLAIN_FOLD)
     contribution = stream.take(stream.complete(hidden_states, forward_batch.rows))
     if contribution is None:
         return stream.write(stream.residual)

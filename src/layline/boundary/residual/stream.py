@@ -147,13 +147,22 @@ class ResidualStream:
         self._handle = contribution.value if owed is None else OwedOutput(owed.reason)
         return self._handle
 
-    def take(self, hidden: Any) -> Contribution | None:
-        """Release the pending contribution to the stage that consumes it; None when written."""
+    def peek(self, hidden: Any) -> Contribution | None:
+        """The pending contribution that ``hidden`` stands for, still pending; None when written."""
         contribution = self.contribution
         if self._handle is not hidden and (contribution is not None or self.residual is not None):
             raise StreamError(WRONG_OUTPUT)
+        return contribution
+
+    def release(self) -> None:
+        """Let go of the pending contribution: whoever peeked at it consumes it."""
         self.contribution = None
         self._handle = None
+
+    def take(self, hidden: Any) -> Contribution | None:
+        """Release the pending contribution to whoever consumes it; None when written."""
+        contribution = self.peek(hidden)
+        self.release()
         return contribution
 
     def complete(self, hidden: Any, rows: RankRows | None) -> Any:

@@ -27,16 +27,17 @@ def simulation(plan: ModelPlan) -> tuple[dict[str, Any], str]:
         "ranks": ranks,
         "kinds": done.kinds,
         "steps": done.steps,
-        "paths": done.paths,
+        "shapes": done.shapes,
+        "ways": done.ways,
         "rows": done.rows,
     }
     text = (
         f"simulation passed: {ranks} rank{'s' if ranks > 1 else ''}, "
         f"{done.kinds} kind{'s' if done.kinds > 1 else ''} of batch, "
-        f"{done.steps} steps (even, ragged, idle, empty), {done.paths} prepared paths walked, "
-        f"{done.rows:,} rows checked"
+        f"{done.steps} steps ({', '.join(done.shapes)}), {done.ways} ways into stages taken, {done.rows:,} rows "
+        "checked"
     )
-    return data, text
+    return data, wrapped(text)
 
 
 def analysis(plan: ModelPlan, flags: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

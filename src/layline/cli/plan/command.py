@@ -11,6 +11,7 @@ from layline.boundary.layout import BatchVariant
 from layline.cli import session
 from layline.cli.options import MODEL_HELP, RunOptions, choice_option
 from layline.cli.output import write_json, write_line
+from layline.config import elastic_environment
 from layline.errors import UsageError
 
 VARIANTS = tuple(variant.value for variant in BatchVariant)
@@ -47,10 +48,18 @@ def plan(
         status = session.follow()
         if status is not None:
             return status
+    elif not prints():
+        return 0
     try:
         return show(model, options, run)
     except UsageError as error:
         raise type(error)(session.with_flags(str(error))) from None
+
+
+def prints() -> bool:
+    """False for all processes but one of those that torchrun started."""
+    place = elastic_environment()
+    return place is None or place[0] == 0
 
 
 def show(model: str, options: PlanOptions, run: RunOptions) -> int:
@@ -60,6 +69,11 @@ def show(model: str, options: PlanOptions, run: RunOptions) -> int:
     from layline.engine.planned import open_plan
 
     planned = open_plan(model, run.keywords(), options.variant)
+    if options.analyze:
+        # One plan is printed and compared: the one with what the kernels here return.
+        from layline.engine.analysis import with_kernel_sizes
+
+        planned = with_kernel_sizes(planned)
     data: dict[str, Any] = as_data(planned)
     sections = [as_text(data)]
     passed = True

@@ -7,13 +7,17 @@ from typing import Any
 from layline.boundary.planning.cost import Bytes, Extent, per_token
 from layline.boundary.planning.moves import batch_kinds
 from layline.boundary.planning.show import Line, Step
+from layline.comm.groups import CollectiveKind
 from layline.engine.planned import ModelPlan, example_steps, totals
+
+GATHERED = CollectiveKind.ALL_GATHER
+"""What a quantised sum is in prefill."""
 
 
 def as_data(plan: ModelPlan) -> dict[str, Any]:
     """Everything ``layline plan`` shows of a plan."""
     facts, spec = plan.facts, plan.spec
-    topology, memory = spec.topology, plan.footprint
+    topology = spec.topology
     return {
         "architecture": facts.config.architecture,
         "layers": facts.config.num_layers,
@@ -38,6 +42,8 @@ def as_data(plan: ModelPlan) -> dict[str, Any]:
         "value_bytes": {
             "outputs_and_residual": plan.sizes.summed,
             "weights_and_norms": plan.sizes.run,
+            "scores": plan.sizes.scores,
+            "scores_assumed": plan.assumed,
         },
         "lines": [line_data(plan, line, times) for line, times in plan.distinct.items()],
         "steps": [
@@ -51,17 +57,38 @@ def as_data(plan: ModelPlan) -> dict[str, Any]:
                         "count": total.count,
                         **bytes_data(total.bytes),
                     }
-                    for total in totals(plan, step)
+                    for total in totals(plan, step, prefill=plan.prefills(tokens))
                 ],
             }
             for tokens, step in example_steps(plan).items()
         ],
-        "memory_per_rank": {
-            "weights_bytes": memory.weights,
-            "kv_bytes_per_token": memory.kv_per_token,
-            "slots_bytes": None,
-            "decode_copies_counted": not facts.packed,
-        },
+        "memory_per_rank": memory_data(plan),
+    }
+
+
+def memory_data(plan: ModelPlan) -> dict[str, Any]:
+    """What one rank holds, and whether its share of the device has room for it.
+
+    ``fits`` is None where the device's memory is unknown.
+    """
+    needed, room, longest = plan.footprint, plan.room, plan.facts.max_model_len
+    cache = room.cache(needed.kv_per_token, longest, needed.weights)
+    total = needed.weights + cache.num_bytes
+    fits = None if room.device_bytes is None else total <= room.device_bytes
+    if cache.holds_longest is False:
+        fits = False
+    return {
+        "weights_bytes": needed.weights,
+        "kv_bytes_per_token": needed.kv_per_token,
+        "cache_bytes": cache.num_bytes,
+        "cache_holds_longest": cache.holds_longest,
+        "max_model_len": longest,
+        "slots_bytes": None,
+        "total_bytes": total,
+        "device": room.device,
+        "device_bytes": room.device_bytes,
+        "fits": fits,
+        "packed": plan.facts.packed,
     }
 
 
@@ -87,12 +114,15 @@ def line_data(plan: ModelPlan, line: Line, times: int) -> dict[str, Any]:
 
 
 def step_data(plan: ModelPlan, step: Step) -> dict[str, Any]:
-    """One operation; a collective has bytes for each token, or for each scored row."""
+    """One operation; a collective has bytes for each token, or for each scored row.
+
+    A quantised sum has those of its gather ``in_prefill`` beside those of a decoding step.
+    """
     one = step.collective
     if one is None:
         return {"operation": step.text}
     scored = one.extent in (Extent.SAMPLED, Extent.SCORES)
-    return {
+    data: dict[str, Any] = {
         "operation": step.text,
         "collective": one.kind.value,
         "group": one.group.name,
@@ -101,6 +131,10 @@ def step_data(plan: ModelPlan, step: Step) -> dict[str, Any]:
         "per": "scored row" if scored else "token",
         **bytes_data(per_token(one, plan.ground, plan.sizes)),
     }
+    if one.quantised:
+        prefill = per_token(one, plan.ground, plan.sizes, prefill=True)
+        data["in_prefill"] = {"collective": GATHERED.value, **bytes_data(prefill)}
+    return data
 
 
 def bytes_data(num_bytes: Bytes) -> dict[str, float]:

@@ -81,7 +81,17 @@ def rows_of(lines: Sequence[dict[str, Any]]) -> list[Row]:
                     residual if index == 0 else "",
                 )
             )
+            if "in_prefill" in step:
+                rows.append(prefill_row(step["in_prefill"], len(first), is_early=is_early))
     return rows
+
+
+def prefill_row(found: dict[str, Any], before: int, *, is_early: bool) -> Row:
+    """What a quantised sum is in prefill, below what it is in other steps."""
+    text = f"in prefill: {found['collective']} of int8"
+    columns = (text, "") if is_early else ("", text)
+    numbers = (number(found["payload_bytes"]), number(found["wire_bytes"]))
+    return (*("",) * before, *columns, *numbers, "")
 
 
 def arrow(before: str, after: str) -> str:
@@ -115,10 +125,16 @@ def notes(data: dict[str, Any]) -> str:
         f"Rows {legend}. Payload and wire: bytes per token of the step and rank, slots equally "
         f"full; outputs and the residual have {size} bytes a value."
     )
-    scored = any(
-        step.get("per") == "scored row" for line in data["lines"] for step in line["compute"]
-    )
-    return wrapped(text + (" *: per scored row." if scored else ""))
+    if any(step.get("per") == "scored row" for line in data["lines"] for step in line["compute"]):
+        scores = data["value_bytes"]["scores"]
+        text += f" *: per scored row, a score has {scores} bytes"
+        if data["value_bytes"]["scores_assumed"]:
+            text += (
+                ", which is assumed: it depends on this machine's kernel for a quantised head, "
+                "and --analyze asks that"
+            )
+        text += "."
+    return wrapped(text)
 
 
 def why(data: dict[str, Any]) -> str:
@@ -170,13 +186,26 @@ def cells(total: dict[str, Any]) -> list[str]:
 
 
 def memory(data: dict[str, Any]) -> str:
-    """What one rank holds."""
+    """What one rank holds, and whether it fits."""
     found = data["memory_per_rank"]
-    copies = "" if found["decode_copies_counted"] else " (packed copies for decode not counted)"
-    return (
-        f"memory of a rank: weights {held(found['weights_bytes'])} as {data['dtype']}{copies}, "
-        f"keys and values {held(found['kv_bytes_per_token'])} per token, slots n/a"
+    kept = ""
+    if found["packed"]:
+        kept = " (matrices stay quantised, plain copies only where the kernels need them)"
+    longest = found["max_model_len"]
+    text = (
+        f"memory of a rank: weights {held(found['weights_bytes'])} as {data['dtype']}{kept}, keys "
+        f"and values {held(found['cache_bytes'])} at most ({held(found['kv_bytes_per_token'])} per "
+        f"token), slots n/a; {held(found['total_bytes'])} in all: "
     )
+    share = found["device_bytes"]
+    if found["cache_holds_longest"] is False:
+        text += f"does not fit, one sequence of max-model-len {longest} tokens has no room"
+    elif share is None:
+        text += f"memory of the {found['device']} device unknown"
+    else:
+        verdict = "fits" if found["fits"] else "does not fit"
+        text += f"{verdict}, a rank has {held(share)} of {found['device']} memory here"
+    return wrapped(text)
 
 
 def held(num_bytes: int) -> str:
