@@ -1,4 +1,4 @@
-"""Linear layers. A layer may hold its weight plain, or packed for decode beside a plain copy.
+"""Linear layers. A layer may hold its weight plain, packed, or packed beside a plain copy.
 
 Which kernel runs follows the step's phase, never the number of rows, so that a chunk or batch
 boundary does not change numbers.
@@ -32,8 +32,9 @@ class Linear:
     """``y = x @ weight.T + bias``; several projections of one input may be merged by rows.
 
     ``weight`` [out features, in features] serves prefill, and decode too unless ``packed`` is
-    given. A layer that runs in decode only (the head) may come without ``weight``; with
-    ``keeps_accumulator`` it returns what its kernel accumulated in, FP32 where that is wider.
+    given. A layer whose packed weight serves prefill, or that runs in decode only (the head), comes
+    without ``weight``; with ``keeps_accumulator`` it returns what its kernel accumulated in, FP32
+    where that is wider.
     """
 
     __slots__ = ("_upcast", "bias", "keeps_accumulator", "packed", "weight")
@@ -78,7 +79,7 @@ class Linear:
         return dense_matmul(x, weight, self.bias, upcast=upcast)
 
     def output_dtype(self, phase: Phase) -> torch.dtype:
-        """The dtype this layer returns in ``phase`` (one without ``keeps_accumulator``)."""
+        """The dtype this layer returns in ``phase``, where a packed weight accumulates in FP32."""
         if self.weight is None or (self.packed is not None and phase is Phase.DECODE):
             return torch.float32 if self.keeps_accumulator else torch.bfloat16
         return torch.float32 if self._upcast and phase is Phase.PREFILL else self.weight.dtype

@@ -8,6 +8,7 @@ Layout under the root (``$LAYLINE_CACHE``, else ``$XDG_CACHE_HOME/layline``, els
     hub/models--ORG--NAME/...       Hugging Face repositories, in huggingface_hub's own layout
     records/ORG--NAME.json          the pinned commit of such a repository
     locks/, partial/                what a pull in progress uses
+    kernels/NAME-HASH.so            compiled kernels (``layline.kernels.native``)
 """
 
 from __future__ import annotations
