@@ -33,6 +33,20 @@ class UnexpectedError(Exception):
     """An exception of a rank that is none of Layline's."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without a word after which a rank counts as gone.
+
+    ``starting`` holds until a rank's imports are done, as loading a library keeps the interpreter
+    to itself, and only while the system runs its process. ``stopping`` is how long a rank may take
+    to end by itself.
+    """
+
+    silence: float = 8.0
+    starting: float = 120.0
+    stopping: float = 2.0
+
+
 @dataclass
 class RankLink:
     """A rank's control connection. ``process`` and ``log`` are None where others started it.
@@ -62,6 +76,14 @@ class RankLink:
     def __post_init__(self) -> None:
         if self.process is not None:
             self.pid = self.process.pid
+
+    def is_silent(self, now: float, limits: Limits) -> bool:
+        """True when the rank was not heard for longer than the limit of what it does."""
+        seconds = now - self.heard_at
+        self.limit_s = limits.silence
+        if seconds > self.limit_s and not self.greeted and not is_stopped(self.pid):
+            self.limit_s = limits.starting
+        return seconds > self.limit_s
 
     def reported(self) -> Exception:
         """The error that the rank said it has."""

@@ -13,11 +13,10 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from layline.engine.ranks import RankLink, Sign, is_stopped
+from layline.engine.ranks import Limits, RankLink, Sign
 from layline.engine.wire import Beat, Failed, Hello, Stop, ToRank, WireError, frame
 from layline.errors import CollectiveError, LaylineError, RunError
 
@@ -25,20 +24,6 @@ _CHUNK = 1 << 18
 _TICK_S = 0.25
 _GRACE_S = 0.3  # For what else a failure shows: an exit status, other ranks' reports.
 _PAUSE_S = 2.0  # A turn that takes longer: this process itself was stopped.
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds without a word after which a rank counts as gone.
-
-    ``starting`` holds until a rank's imports are done, as loading a library keeps the interpreter
-    to itself, and only while the system runs its process. ``stopping`` is how long a rank may take
-    to end by itself.
-    """
-
-    silence: float = 8.0
-    starting: float = 120.0
-    stopping: float = 2.0
 
 
 class Supervisor:
@@ -181,7 +166,7 @@ class Supervisor:
             self._noted_at = min(now, self._noted_at + unheard)
             for link in self._links:
                 link.heard_at = min(now, link.heard_at + unheard)
-                if link.sign is None and self._is_silent(link, now):
+                if link.sign is None and link.is_silent(now, self._limits):
                     link.sign = Sign.SILENT
                     link.signed_at = self._decide_at = now
             if self._decide_at is not None and now >= self._decide_at:
@@ -189,13 +174,6 @@ class Supervisor:
                 if self._failure is not None:
                     return
                 self._decide_at = now + _TICK_S
-
-    def _is_silent(self, link: RankLink, now: float) -> bool:
-        seconds = now - link.heard_at
-        link.limit_s = self._limits.silence
-        if seconds > link.limit_s and not link.greeted and not is_stopped(link.pid):
-            link.limit_s = self._limits.starting
-        return seconds > link.limit_s
 
     def _turn(self, selector: selectors.BaseSelector, timeout: float) -> None:
         """Wait for something to do, then send and receive what there is."""

@@ -23,10 +23,10 @@ from layline.boundary.rows import DpPadding
 from layline.engine import wire
 from layline.engine.balance import SampleRow
 from layline.engine.launch import start_rank, worker_environment
-from layline.engine.ranks import RankLink, is_sibling, rank_title
+from layline.engine.ranks import Limits, RankLink, is_sibling, rank_title
 from layline.engine.remote import RemoteExecutor
 from layline.engine.step import IDLE, MeshStep, RankStep, ordinary_step
-from layline.engine.supervisor import Limits, Supervisor
+from layline.engine.supervisor import Supervisor
 from layline.errors import CheckpointError, CollectiveError, RunError, TensorError
 from layline.layers.spans import Phase, SequenceSpan
 from layline.topology import Topology

@@ -34,8 +34,8 @@ def simulation(plan: ModelPlan) -> tuple[dict[str, Any], str]:
     text = (
         f"simulation passed: {ranks} rank{'s' if ranks > 1 else ''}, "
         f"{done.kinds} kind{'s' if done.kinds > 1 else ''} of batch, "
-        f"{done.steps} steps ({', '.join(done.shapes)}), {done.ways} ways into stages taken, {done.rows:,} rows "
-        "checked"
+        f"{done.steps} steps ({', '.join(done.shapes)}), {done.ways} ways into stages taken, "
+        f"{done.rows:,} rows checked"
     )
     return data, wrapped(text)
 
