@@ -11,11 +11,12 @@ from layline.config import EngineConfig, parse_size
 from layline.engine.balance import MeshScheduler, StepRules
 from layline.engine.blocks import BlockPool
 from layline.engine.core import Engine
+from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
 from layline.engine.output import GenerationOutput, StreamChunk, Timing, Usage
 from layline.engine.request import Request
 from layline.engine.scheduler import BLOCK_SIZE, Scheduler
-from layline.errors import PromptError, UsageError, one_of
+from layline.errors import LaylineError, PromptError, UsageError, one_of
 from layline.sampling import SamplingParams
 from layline.text.tokenizer import Tokenizer
 
@@ -47,17 +48,19 @@ class LLM:
             flags["kv_memory"] = parse_size(flags["kv_memory"])
         self.engine_config = EngineConfig(**{k: v for k, v in flags.items() if v is not None})
         self._model, executor = launch(self.engine_config)
+        self._pools = [BlockPool(executor.num_blocks) for _ in range(self.engine_config.attn_dp)]
         queues = [
             Scheduler(
-                BlockPool(executor.num_blocks),
+                pool,
                 block_size=BLOCK_SIZE,
                 max_running=self.engine_config.max_running,
                 prefill_tokens=self.engine_config.prefill_tokens,
             )
-            for _ in range(self.engine_config.attn_dp)
+            for pool in self._pools
         ]
         scheduler = MeshScheduler(queues, StepRules.of(self.engine_config))
         self._engine = Engine(self._model, scheduler, executor)
+        self._executor = executor
         # With the engine, not with this object: streams may outlive it.
         self._close = weakref.finalize(self._engine, executor.close)
 
@@ -85,6 +88,25 @@ class LLM:
     def max_model_len(self) -> int:
         """Tokens a sequence may have, prompt and answer together."""
         return self._model.facts.max_model_len
+
+    @property
+    def engine(self) -> Engine:
+        """What runs this model's requests, for an AsyncEngine."""
+        return self._engine
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is settled about the model and its mesh."""
+        return self._model.facts
+
+    def failure(self) -> LaylineError | None:
+        """Why the ranks are gone, or None while they run; never waits."""
+        return self._executor.failure()
+
+    def kv_blocks(self) -> tuple[int, int]:
+        """Cache blocks that requests hold, and blocks in all, over attention DP ranks."""
+        capacity = sum(pool.capacity for pool in self._pools)
+        return capacity - sum(pool.num_free for pool in self._pools), capacity
 
     def memory_report(self) -> dict[str, int]:
         """Bytes of the weight matrices (all copies) and of the key-value cache, over all ranks."""
