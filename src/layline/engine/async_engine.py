@@ -93,8 +93,11 @@ class AsyncEngine:
     @property
     def load(self) -> EngineLoad:
         """Requests and cache blocks at this moment."""
-        running = sum(1 for part in tuple(self._open) if part.request and part.request.blocks)
-        return EngineLoad(max(self._num_open - running, 0), running, *self._source.kv_blocks())
+        parts = tuple(self._open)
+        kept = [part for part in parts if not part.stream.aborted]
+        running = sum(1 for part in kept if part.request and part.request.blocks)
+        waiting = self._num_open - running - (len(parts) - len(kept))
+        return EngineLoad(max(waiting, 0), running, *self._source.kv_blocks())
 
     async def submit(self, submissions: Sequence[Submission]) -> AnswerStream:
         """Queue requests together: all are taken, or none.

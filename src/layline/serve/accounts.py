@@ -27,15 +27,20 @@ class Bucket:
 
     def wait_s(self, least: float) -> float:
         """Seconds until ``least`` is there; 0.0 when it is."""
-        now = self._clock()
-        gained = (now - self._filled) * self._per_minute / MINUTE_S
-        self._level = min(float(self._per_minute), self._level + gained)
-        self._filled = now
+        self._fill()
         return max(0.0, (least - self._level) * MINUTE_S / self._per_minute)
 
     def take(self, amount: float) -> None:
         """Take ``amount``."""
+        # First: what ran over while nobody asked must not pay for it.
+        self._fill()
         self._level -= amount
+
+    def _fill(self) -> None:
+        now = self._clock()
+        gained = (now - self._filled) * self._per_minute / MINUTE_S
+        self._level = min(float(self._per_minute), self._level + gained)
+        self._filled = now
 
 
 class Account:

@@ -22,7 +22,7 @@ from layline.serve.exchange import Exchange
 from layline.serve.guard import Guarded
 from layline.serve.jobs import template_messages
 from layline.serve.metrics import CONTENT_TYPE, Metrics
-from layline.serve.observe import Observed
+from layline.serve.observe import Observed, surprise
 from layline.serve.openapi import document
 from layline.serve.problems import ApiError, invalid
 from layline.serve.requests import (
@@ -44,7 +44,11 @@ def build_app(service: Service) -> ASGIApp:
     routes = endpoints.routes()
     starlette = Starlette(
         routes=routes,
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            Exception: _surprise,
+        },
     )
     starlette.router.redirect_slashes = False
     app: ASGIApp = Guarded(starlette, Accounts(service.settings))
@@ -183,6 +187,11 @@ def json_response(value: object, status: int = 200) -> Response:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
+
+
+async def _surprise(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again after this, for Observed to log."""
+    return surprise(request.state.request_id).response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

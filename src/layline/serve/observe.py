@@ -46,14 +46,13 @@ class Observed:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        scope.setdefault("state", {})
+        scope.setdefault("state", {})["request_id"] = request_id
         try:
             await self._app(scope, receive, observed_send)
         except Exception as error:
             _log_failure(error, request_id)
             if status == 0:
-                problem = ApiError(500, f"internal error; request {request_id}", kind=SERVER)
-                await problem.response()(scope, receive, observed_send)
+                await surprise(request_id).response()(scope, receive, observed_send)
         finally:
             self._note(scope, status or CLOSED_BY_CLIENT, request_id, perf_counter() - begin)
 
@@ -82,6 +81,11 @@ class Observed:
                 }
             },
         )
+
+
+def surprise(request_id: str) -> ApiError:
+    """The answer to a failure that nobody expected; the log has more under the same id."""
+    return ApiError(500, f"internal error; request {request_id}", kind=SERVER)
 
 
 def _request_id(scope: Scope) -> str:
