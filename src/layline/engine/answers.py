@@ -74,6 +74,8 @@ class AnswerStream(AsyncIterator[Chunk]):
         self.loop = asyncio.get_running_loop()
         self.parts = [Part(self, i, each, arrived) for i, each in enumerate(submissions)]
         self.aborted = False
+        # Requests that the engine counts as open; its lock guards the number.
+        self.num_open = len(self.parts)
         self._on_abort = on_abort
         self._chunks: dict[int, Chunk] = {}
         self._unfinished = len(self.parts)

@@ -93,11 +93,10 @@ class AsyncEngine:
     @property
     def load(self) -> EngineLoad:
         """Requests and cache blocks at this moment."""
-        parts = tuple(self._open)
-        kept = [part for part in parts if not part.stream.aborted]
+        kept = [part for part in tuple(self._open) if not part.stream.aborted]
         running = sum(1 for part in kept if part.request and part.request.blocks)
-        waiting = self._num_open - running - (len(parts) - len(kept))
-        return EngineLoad(max(waiting, 0), running, *self._source.kv_blocks())
+        waiting = max(self._num_open - running, 0)
+        return EngineLoad(waiting, running, *self._source.kv_blocks())
 
     async def submit(self, submissions: Sequence[Submission]) -> AnswerStream:
         """Queue requests together: all are taken, or none.
@@ -109,7 +108,7 @@ class AsyncEngine:
         accepted = stream.loop.create_future()
         with self._condition:
             self._check(len(submissions))
-            self._num_open += len(submissions)
+            self._num_open += stream.num_open
             self._inbox.append(_Arrival(stream, accepted))
             self._condition.notify()
         try:
@@ -161,7 +160,10 @@ class AsyncEngine:
     def _abort(self, stream: AnswerStream) -> None:
         for part in stream.parts:
             if part.request is not None:
-                self._engine.abort(part.request)
+                # Ranks that are gone hold nothing; the engine's thread tells of them.
+                with contextlib.suppress(LaylineError):
+                    self._engine.abort(part.request)
+        self._release(stream, len(stream.parts))
         with self._condition:
             self._woken = True
             self._condition.notify()
@@ -201,6 +203,8 @@ class AsyncEngine:
 
     def _accept(self, arrival: _Arrival) -> None:
         stream, accepted = arrival.stream, arrival.accepted
+        if stream.aborted:
+            return
         try:
             for part in stream.parts:
                 part.request = self._engine.submit(
@@ -210,7 +214,7 @@ class AsyncEngine:
             for part in stream.parts:
                 if part.request is not None:
                     self._engine.abort(part.request)
-            self._closed_parts(len(stream.parts))
+            self._release(stream, len(stream.parts))
             _call(stream.loop, _refuse, accepted, error)
             if self._source.failure() is not None:
                 raise
@@ -231,7 +235,6 @@ class AsyncEngine:
         if gone:
             self._open = [part for part in self._open if not part.stream.aborted]
             self.statistics.finished["abort"] += len(gone)
-            self._closed_parts(len(gone))
 
     def _hand_out(self, now: float) -> None:
         """Give every loop the chunks of its streams."""
@@ -251,9 +254,10 @@ class AsyncEngine:
                 error = RunError("the engine gave this request up")
                 _call(part.stream.loop, part.stream.fail, error)
         if ended:
-            finished = [part for part in self._open if _is_finished(part)]
+            for part in self._open:
+                if _is_finished(part):
+                    self._release(part.stream, 1)
             self._open = [part for part in self._open if not _is_finished(part)]
-            self._closed_parts(len(finished))
         for loop, batch in batches.items():
             if not _call(loop, _deliver, batch):
                 for stream, _ in batch:
@@ -287,16 +291,21 @@ class AsyncEngine:
         name = None if reason is None else reason.value
         return Chunk(part.index, "".join(texts), tuple(token_ids), logprobs, name)
 
-    def _closed_parts(self, count: int) -> None:
+    def _release(self, stream: AnswerStream, most: int) -> None:
+        """Count up to ``most`` requests of a stream as ended; each is counted once."""
         with self._condition:
+            count = min(most, stream.num_open)
+            stream.num_open -= count
             self._num_open -= count
 
     def _end_all(self, error: LaylineError, *, failed: bool = False) -> None:
         """End every open and every waiting request with ``error``."""
+        self._sweep()
         with self._condition:
             arrivals, self._inbox = self._inbox, deque()
-            self._num_open = 0
         parts, self._open = self._open, []
+        for stream in {*[arrival.stream for arrival in arrivals], *[part.stream for part in parts]}:
+            self._release(stream, len(stream.parts))
         for arrival in arrivals:
             _call(arrival.stream.loop, _refuse, arrival.accepted, error)
         for part in parts:
@@ -304,7 +313,8 @@ class AsyncEngine:
                 assert part.request is not None
                 self._engine.abort(part.request)
             _call(part.stream.loop, part.stream.fail, error)
-        self.statistics.finished["error"] += len(parts)
+        if parts:
+            self.statistics.finished["error"] += len(parts)
 
     def _die(self, error: BaseException) -> None:
         failure = error
