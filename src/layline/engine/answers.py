@@ -17,11 +17,16 @@ from layline.sampling import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """One request to be: its prompt's token ids, how to continue it, and how urgent it is."""
+    """One request to be: its prompt's token ids, and how to continue it.
+
+    Those of a higher ``priority`` are admitted first; only those with the same ``cache_salt``
+    share cached beginnings of prompts.
+    """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ class Part:
     request: Request | None = None
     last_token: float = 0.0
     num_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the cache."""
+        return getattr(self.request, "num_cached", 0)
 
 
 class AnswerStream(AsyncIterator[Chunk]):

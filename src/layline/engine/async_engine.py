@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from layline.engine.answers import AnswerStream, Chunk, Part, Submission
 from layline.engine.core import Engine
-from layline.engine.statistics import EngineLoad, EngineStatistics
+from layline.engine.load import EngineLoad, cache_load
+from layline.engine.statistics import EngineStatistics
 from layline.errors import LaylineError, OverloadedError, RunError, StoppingError
 from layline.sampling import TokenLogprobs
 
@@ -36,8 +37,6 @@ class EngineSource(Protocol):
     def engine(self) -> Engine: ...
 
     def failure(self) -> LaylineError | None: ...
-
-    def kv_blocks(self) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,10 @@ class AsyncEngine:
         self._engine = source.engine
         self._max_open = max_open
         self._on_failure = on_failure
-        self._takes_priority = "priority" in inspect.signature(Engine.submit).parameters
+        # Looking at the engine waits for its step, so only the thread that runs steps does.
+        self._cache = cache_load(self._engine)
+        taken = inspect.signature(Engine.submit).parameters
+        self._extras = [name for name in ("priority", "cache_salt") if name in taken]
         self._condition = threading.Condition()
         self._inbox: deque[_Arrival] = deque()
         self._open: list[Part] = []
@@ -92,11 +94,10 @@ class AsyncEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """Requests and cache blocks at this moment."""
+        """Requests at this moment, and the cache as it was after the last step; never waits."""
         kept = [part for part in tuple(self._open) if not part.stream.aborted]
         running = sum(1 for part in kept if part.request and part.request.blocks)
-        waiting = max(self._num_open - running, 0)
-        return EngineLoad(waiting, running, *self._source.kv_blocks())
+        return EngineLoad(max(self._num_open - running, 0), running, self._cache)
 
     async def submit(self, submissions: Sequence[Submission]) -> AnswerStream:
         """Queue requests together: all are taken, or none.
@@ -193,7 +194,9 @@ class AsyncEngine:
             self.statistics.steps += 1
             self.statistics.step.observe(now - begin)
             self._hand_out(now)
+            self._cache = cache_load(self._engine)
             return
+        self._cache = cache_load(self._engine)
         failure = self._source.failure()
         if failure is not None:
             raise failure
@@ -203,13 +206,13 @@ class AsyncEngine:
 
     def _accept(self, arrival: _Arrival) -> None:
         stream, accepted = arrival.stream, arrival.accepted
-        if stream.aborted:
+        if accepted.cancelled():
             return
         try:
             for part in stream.parts:
-                part.request = self._engine.submit(
-                    part.submission.prompt_ids, part.submission.params, **self._extras(part)
-                )
+                given = part.submission
+                extras: dict[str, Any] = {name: getattr(given, name) for name in self._extras}
+                part.request = self._engine.submit(given.prompt_ids, given.params, **extras)
         except Exception as error:
             for part in stream.parts:
                 if part.request is not None:
@@ -225,9 +228,6 @@ class AsyncEngine:
         if stream.aborted:
             # It was given up before there were requests to abort.
             self._abort(stream)
-
-    def _extras(self, part: Part) -> dict[str, Any]:
-        return {"priority": part.submission.priority} if self._takes_priority else {}
 
     def _sweep(self) -> None:
         """Forget requests that were given up."""

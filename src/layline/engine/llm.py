@@ -48,15 +48,14 @@ class LLM:
             flags["kv_memory"] = parse_size(flags["kv_memory"])
         self.engine_config = EngineConfig(**{k: v for k, v in flags.items() if v is not None})
         self._model, executor = launch(self.engine_config)
-        self._pools = [BlockPool(executor.num_blocks) for _ in range(self.engine_config.attn_dp)]
         queues = [
             Scheduler(
-                pool,
+                BlockPool(executor.num_blocks),
                 block_size=BLOCK_SIZE,
                 max_running=self.engine_config.max_running,
                 prefill_tokens=self.engine_config.prefill_tokens,
             )
-            for pool in self._pools
+            for _ in range(self.engine_config.attn_dp)
         ]
         scheduler = MeshScheduler(queues, StepRules.of(self.engine_config))
         self._engine = Engine(self._model, scheduler, executor)
@@ -102,11 +101,6 @@ class LLM:
     def failure(self) -> LaylineError | None:
         """Why the ranks are gone, or None while they run; never waits."""
         return self._executor.failure()
-
-    def kv_blocks(self) -> tuple[int, int]:
-        """Cache blocks that requests hold, and blocks in all, over attention DP ranks."""
-        capacity = sum(pool.capacity for pool in self._pools)
-        return capacity - sum(pool.num_free for pool in self._pools), capacity
 
     def memory_report(self) -> dict[str, int]:
         """Bytes of the weight matrices (all copies) and of the key-value cache, over all ranks."""

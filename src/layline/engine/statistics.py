@@ -54,13 +54,3 @@ class EngineStatistics:
     inter_token: Histogram = field(default_factory=Histogram)
     request: Histogram = field(default_factory=Histogram)
     step: Histogram = field(default_factory=Histogram)
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """What an engine holds now: requests that wait and that run, and cache blocks in use."""
-
-    waiting: int
-    running: int
-    kv_blocks_used: int
-    kv_blocks: int

@@ -19,7 +19,7 @@ from layline.serve.jobs import Job, check_stream, wants_usage
 from layline.serve.logprobs import Placed, PlacedLogprobs
 from layline.serve.problems import as_api_error
 from layline.serve.requests import Sampling
-from layline.serve.responses import Usage
+from layline.serve.responses import PromptDetails, Usage
 from layline.serve.service import Service
 
 Reason = Literal["stop", "length"]
@@ -40,6 +40,7 @@ class Answering(ABC):
         self._account = account
         self._logprobs: dict[int, PlacedLogprobs] = {}
         self._generated = 0
+        self._cached = 0
 
     async def run(self, reply: Reply) -> None:
         """Answer. Raises ApiError until the answer has begun."""
@@ -89,7 +90,12 @@ class Answering(ABC):
     def usage(self, job: Job) -> Usage:
         """Tokens so far."""
         prompt, generated = job.prompt_tokens, self._generated
-        return Usage(prompt, generated, prompt + generated)
+        return Usage(prompt, generated, prompt + generated, PromptDetails(self._cached))
+
+    def _count_cached(self, answers: AnswerStream, job: Job) -> None:
+        """As prompts are, each is counted once: for its first answer."""
+        first = answers.parts[:: job.choices]
+        self._cached = sum(part.cached_tokens for part in first)
 
     def _placed(self, chunk: Chunk) -> list[Placed]:
         self._generated += len(chunk.token_ids)
@@ -107,6 +113,7 @@ class Answering(ABC):
                     reasons[chunk.index] = chunk.finish_reason
         except LaylineError as error:
             raise as_api_error(error) from None
+        self._count_cached(answers, job)
         choices = [
             self.choice(index, "".join(texts[index]), placed[index], cast(Reason, reasons[index]))
             for index in range(len(answers.parts))
@@ -126,6 +133,7 @@ class Answering(ABC):
             await reply.event(as_api_error(error).body())
             await reply.end_events(done=False)
             return
+        self._count_cached(answers, job)
         await self.send_end(reply, job)
 
     async def send(self, reply: Reply, choices: Iterable[Struct]) -> None:

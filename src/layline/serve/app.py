@@ -72,7 +72,7 @@ class Endpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._openapi = msgspec.json.encode(document())
+        self._openapi = msgspec.json.encode(document(service.settings.model_name))
 
     def routes(self) -> list[Route]:
         """Every path and its endpoint."""

@@ -35,6 +35,7 @@ class Job:
     params: SamplingParams
     choices: int
     priority: int
+    cache_salt: str
 
     @property
     def prompt_tokens(self) -> int:
@@ -48,6 +49,7 @@ class Job:
                 prompt_ids=prompt.ids,
                 params=self._params(number * self.choices + choice),
                 priority=self.priority,
+                cache_salt=self.cache_salt,
             )
             for number, prompt in enumerate(self.prompts)
             for choice in range(self.choices)
@@ -90,7 +92,7 @@ async def chat_job(service: Service, body: ChatRequest) -> Job:
     messages = template_messages(body.messages)
     ids = await service.encode_chat(messages, body.chat_template_kwargs or {})
     service.check_length(ids, "messages")
-    return Job((PromptText(ids),), params, body.n or 1, body.priority or 0)
+    return job_of(body, [PromptText(ids)], params)
 
 
 async def completion_job(service: Service, body: CompletionRequest) -> Job:
@@ -108,7 +110,13 @@ async def completion_job(service: Service, body: CompletionRequest) -> Job:
             ids, text = prompt, service.tokenizer.decode(prompt) if body.echo else ""
         service.check_length(ids, "prompt")
         found.append(PromptText(ids, text))
-    return Job(tuple(found), params, body.n or 1, body.priority or 0)
+    return job_of(body, found, params)
+
+
+def job_of(body: Sampling, prompts: Sequence[PromptText], params: SamplingParams) -> Job:
+    """The job of a request whose prompts and parameters are known."""
+    salt = body.cache_salt or ""
+    return Job(tuple(prompts), params, body.n or 1, body.priority or 0, salt)
 
 
 def listed_prompts(prompt: str | list[Any]) -> list[str | list[int]]:

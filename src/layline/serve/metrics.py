@@ -47,18 +47,26 @@ class EngineCollector(Collector):
         for name, text, value in (
             ("requests_waiting", "Requests that hold no cache block yet.", load.waiting),
             ("requests_running", "Requests that hold cache blocks.", load.running),
-            ("kv_blocks_used", "Cache blocks that requests hold.", load.kv_blocks_used),
-            ("kv_blocks", "Cache blocks in all.", load.kv_blocks),
+            ("kv_blocks_used", "Cache blocks that requests hold.", load.cache.held),
+            ("kv_blocks_idle", "Cache blocks kept for later prompts.", load.cache.idle),
+            ("kv_blocks", "Cache blocks in all.", load.cache.blocks),
             ("healthy", "1 while the engine can run, 0 once it failed.", float(healthy)),
         ):
             yield GaugeMetricFamily(f"layline_{name}", text, value=value)
 
     def _totals(self) -> Iterable[Metric]:
-        statistics = self._engine.statistics
+        statistics, cache = self._engine.statistics, self._engine.load.cache
         for name, text, value in (
             ("prompt_tokens", "Tokens of prompts that were taken.", statistics.prompt_tokens),
             ("generated_tokens", "Tokens that were generated.", statistics.generated_tokens),
             ("steps", "Steps of the engine.", statistics.steps),
+            (
+                "prefix_lookup_tokens",
+                "Tokens looked for in the cache.",
+                cache.prefix_lookups,
+            ),
+            ("prefix_hit_tokens", "Tokens found in the cache.", cache.prefix_hits),
+            ("preemptions", "Requests that lost their cache blocks.", cache.preemptions),
         ):
             yield CounterMetricFamily(f"layline_{name}", text, value=value)
         finished = CounterMetricFamily(

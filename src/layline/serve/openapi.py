@@ -28,9 +28,11 @@ BODIES = (
 )
 
 
-def document() -> dict[str, Any]:
-    """The whole document."""
+def document(model: str) -> dict[str, Any]:
+    """The whole document; the only model that requests may name is ``model``."""
     _, schemas = msgspec.json.schema_components(BODIES, ref_template=REFERENCE)
+    for body in ("ChatRequest", "CompletionRequest"):
+        schemas[body]["properties"]["model"]["enum"] = [model]
     return {
         "openapi": "3.1.0",
         "info": {

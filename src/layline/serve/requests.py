@@ -48,6 +48,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Id], Meta(max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
 
 
 Prompt = str | list[str | Id | list[Id]]

@@ -9,12 +9,19 @@ from msgspec import UNSET, Struct, UnsetType
 FinishReason = Literal["stop", "length"]
 
 
+class PromptDetails(Struct):
+    """Tokens of the prompts that were found in the cache."""
+
+    cached_tokens: int
+
+
 class Usage(Struct):
     """Token counts of a request, over all its answers."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 class TopLogprob(Struct):

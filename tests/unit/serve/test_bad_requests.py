@@ -78,7 +78,7 @@ def test_a_field_that_is_wrong_is_named(
 ) -> None:
     found = problem(client.post(CHAT, json={**GOOD, **fields}), 400)
     assert (found["param"], found["code"]) == (param, code), found
-    assert param.split("[")[0].split(".")[-1] in found["message"]
+    assert param.split("[", maxsplit=1)[0].rsplit(".", maxsplit=1)[-1] in found["message"]
 
 
 def test_another_model_is_not_found(client: Any) -> None:

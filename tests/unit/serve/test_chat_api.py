@@ -50,7 +50,13 @@ def test_content_parts_names_and_old_answers_are_read(client: Any) -> None:
     history = [
         {"role": "developer", "content": "w9"},
         *MESSAGES,
-        {"role": "assistant", "content": "w5", "refusal": None, "annotations": [], "tool_calls": None},
+        {
+            "role": "assistant",
+            "content": "w5",
+            "refusal": None,
+            "annotations": [],
+            "tool_calls": None,
+        },
         {"role": "user", "content": "w7", "name": "ann"},
     ]
     assert answer(client, messages=history)["usage"]["prompt_tokens"] == 14
@@ -92,7 +98,9 @@ def test_without_a_limit_an_answer_fills_the_context(client: Any) -> None:
     found = answer(client, max_tokens=None)
     assert found["usage"]["total_tokens"] == 512
     assert found["choices"][0]["finish_reason"] == "length"
-    assert answer(client, max_tokens=None, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    assert (
+        answer(client, max_tokens=None, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,4 +154,6 @@ def test_what_is_not_there_is_refused_by_name(
     ],
 )
 def test_what_changes_nothing_is_taken(client: Any, fields: dict[str, Any]) -> None:
-    assert answer(client, **fields)["choices"][0]["message"] == answer(client)["choices"][0]["message"]
+    assert (
+        answer(client, **fields)["choices"][0]["message"] == answer(client)["choices"][0]["message"]
+    )

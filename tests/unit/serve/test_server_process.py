@@ -63,7 +63,9 @@ def test_the_openai_client_reads_completions_and_logprobs(server: Server) -> Non
         model=NAME, prompt=["w1", "w2"], max_tokens=3, n=2, logprobs=2, echo=False, seed=1
     )
     assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
-    assert all(choice.logprobs and len(choice.logprobs.tokens or []) == 3 for choice in found.choices)
+    for choice in found.choices:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.tokens or []) == 3
     chat = client.chat.completions.create(
         model=NAME, messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=1
     )

@@ -34,9 +34,7 @@ def test_the_page_loads_nothing_from_elsewhere(client: Any) -> None:
 
 
 def test_no_text_of_others_becomes_html(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        type(service), "settings", ServeSettings(model_name=HOSTILE), raising=False
-    )
+    monkeypatch.setattr(type(service), "settings", ServeSettings(model_name=HOSTILE), raising=False)
     object.__setattr__(service, "settings", ServeSettings(model_name=HOSTILE))
     try:
         with client_on(service) as client:
