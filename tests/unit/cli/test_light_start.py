@@ -28,7 +28,14 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["generate", "--help"], ["chat", "-h"], ["bench", "latency", "-h"], ["serve", "-h"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["chat", "-h"],
+        ["bench", "latency", "-h"],
+        ["serve", "-h"],
+    ],
 )
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     done = python(RUN.format(arguments=arguments, heavy=HEAVY))

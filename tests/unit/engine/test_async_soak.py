@@ -68,12 +68,13 @@ def test_nothing_is_left_of_many_requests(tmp_path: Path) -> None:
     llm = LLM(str(tmp_path), threads=1, max_running=8, kv_memory="300K", prefill_tokens=64)
     engine = AsyncEngine(llm)
     chance = random.Random(5)
+    others = alive()
     for _ in range(2):
         found = asyncio.run(asyncio.wait_for(many(engine, chance), 120))
         assert found == {"read", "left", "refused", "cancelled"}
         asyncio.run(engine_is_idle(engine))
         assert cache_load(llm.engine).held == 0
-        assert alive() == 0
+        assert alive() <= others
     assert engine.failure is None
     engine.close()
 
