@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from layline.engine.statistics import Histogram
@@ -33,17 +33,13 @@ def test_the_page_loads_nothing_from_elsewhere(client: Any) -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval", texts[1])
 
 
-def test_no_text_of_others_becomes_html(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(service), "settings", ServeSettings(model_name=HOSTILE), raising=False)
-    object.__setattr__(service, "settings", ServeSettings(model_name=HOSTILE))
-    try:
-        with client_on(service) as client:
-            assert "alert" not in client.get("/").text
-            found = client.get("/status.json")
-            assert found.headers["content-type"] == "application/json"
-            assert found.json()["model"] == HOSTILE
-    finally:
-        object.__setattr__(service, "settings", ServeSettings(model_name=NAME))
+def test_no_text_of_others_becomes_html(service: Any) -> None:
+    hostile = replace(service, settings=ServeSettings(model_name=HOSTILE))
+    with client_on(hostile) as client:
+        assert "alert" not in client.get("/").text
+        found = client.get("/status.json")
+        assert found.headers["content-type"] == "application/json"
+        assert found.json()["model"] == HOSTILE
 
 
 def test_status_tells_model_and_load(client: Any) -> None:
