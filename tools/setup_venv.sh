@@ -51,9 +51,9 @@ install_torch() {
 }
 
 main() {
-  local extra=''
+  local extra
   case $kind in
-    run) ;;
+    run) extra='[serve]' ;;
     dev) extra='[dev]' ;;
     *) die "kind '$kind' is not one of run, dev" ;;
   esac

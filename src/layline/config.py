@@ -168,6 +168,12 @@ def elastic_environment() -> tuple[int, int, int, int, str] | None:
     return (rank, size, local_rank, local_size, address) if size > 1 else None
 
 
+def api_keys_environment() -> list[str]:
+    """The keys in LAYLINE_API_KEYS, separated by commas."""
+    keys = os.environ.get("LAYLINE_API_KEYS", "").split(",")
+    return [key.strip() for key in keys if key.strip()]
+
+
 def usable_cores() -> int:
     """Cores this process may run on."""
     try:

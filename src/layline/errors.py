@@ -17,7 +17,9 @@
     │   └── BoundaryUnsupportedError (NotImplementedError)  no path for this batch or update
     ├── KernelError (RuntimeError)          no native kernels; never leaves, torch's run   exit 3
     └── RunError (RuntimeError)             the run itself failed                          exit 3
-        └── CollectiveError                     ranks disagree, or a peer does not answer
+        ├── CollectiveError                     ranks disagree, or a peer does not answer
+        ├── OverloadedError                     more requests wait than may
+        └── StoppingError                       the engine ends and takes nothing new
 
 The command line prints the message as one line and exits with ``exit_status``.
 """
@@ -106,6 +108,14 @@ class RunError(LaylineError, RuntimeError):
 
 class CollectiveError(RunError):
     """A collective could not be carried out: ranks disagree, or a peer does not answer."""
+
+
+class OverloadedError(RunError):
+    """As many requests wait as may; a later attempt can succeed."""
+
+
+class StoppingError(RunError):
+    """The engine is ending: it takes no new requests, or had to end this one."""
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:

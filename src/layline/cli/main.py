@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from layline.cli import chat, doctor, generate, pull
+from layline.cli import chat, doctor, generate, pull, serve
 from layline.cli.bench import boundary, latency
 from layline.cli.failures import write_traceback
 from layline.cli.grammar import CommandGroup, OneLineCommand, grouped, usage_message
@@ -97,6 +97,7 @@ def build() -> typer.Typer:
         ("pull", pull.pull),
         ("generate", generate.generate),
         ("chat", chat.chat),
+        ("serve", serve.serve),
         ("plan", plan.plan),
         ("doctor", doctor.doctor),
     ):

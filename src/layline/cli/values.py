@@ -89,6 +89,25 @@ def number(flag: str, expected: str) -> Callable[[Any], float]:
     return parse
 
 
+def seconds(flag: str) -> Callable[[Any], float]:
+    """A number of seconds above zero, of at most a day."""
+    most = 86400.0
+
+    def parse(value: Any) -> float:
+        try:
+            parsed = float(str(value))
+        except ValueError:
+            parsed = math.nan
+        if not 0 < parsed <= most:
+            raise BadValue(
+                f"{flag} {value!r} is not a number of seconds above 0 and up to {most:g}; the "
+                f"nearest valid value is {most if parsed > most else 1:g}"
+            )
+        return parsed
+
+    return parse
+
+
 def size(flag: str) -> Callable[[Any], int]:
     """A number of bytes above zero, with a binary unit: ``512M``, ``1.5G``, ``2GiB``."""
 

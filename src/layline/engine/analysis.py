@@ -19,6 +19,7 @@ from layline.engine.launch import launch
 from layline.engine.planned import ITEMSIZES, ModelPlan
 from layline.engine.scheduler import BLOCK_SIZE, Scheduler
 from layline.engine.step import MeshStep
+from layline.errors import LaylineError
 from layline.models.parallel import Shards
 from layline.sampling import SamplingParams
 from layline.weights.quantized import FOUR_BIT
@@ -73,6 +74,10 @@ class RecordedExecutor:
     def memory(self) -> MemoryUse:
         """See Executor."""
         return self._executor.memory()
+
+    def failure(self) -> LaylineError | None:
+        """See Executor."""
+        return self._executor.failure()
 
     def close(self, status: int = 0, /) -> None:
         """See Executor."""

@@ -12,6 +12,7 @@ from typing import Protocol
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
 from layline.engine.step import MeshStep, RankStep
+from layline.errors import LaylineError
 from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams, TokenLogprobs
 
@@ -74,6 +75,9 @@ class Executor(Protocol):
 
     def collectives(self) -> list[list[CollectiveRecord]]:
         """By rank, the collectives since the last call, in order; recorded where asked for."""
+
+    def failure(self) -> LaylineError | None:
+        """Why the ranks are gone, or None while they run; never waits."""
 
     def close(self, status: int = 0, /) -> None:
         """End what runs elsewhere, which exits with ``status``; a second call does nothing."""

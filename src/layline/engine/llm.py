@@ -11,11 +11,12 @@ from layline.config import EngineConfig, parse_size
 from layline.engine.balance import MeshScheduler, StepRules
 from layline.engine.blocks import BlockPool
 from layline.engine.core import Engine
+from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
 from layline.engine.output import GenerationOutput, StreamChunk, Timing, Usage
 from layline.engine.request import Request
 from layline.engine.scheduler import BLOCK_SIZE, Scheduler
-from layline.errors import PromptError, UsageError, one_of
+from layline.errors import LaylineError, PromptError, UsageError, one_of
 from layline.sampling import SamplingParams
 from layline.text.tokenizer import Tokenizer
 
@@ -58,6 +59,7 @@ class LLM:
         ]
         scheduler = MeshScheduler(queues, StepRules.of(self.engine_config))
         self._engine = Engine(self._model, scheduler, executor)
+        self._executor = executor
         # With the engine, not with this object: streams may outlive it.
         self._close = weakref.finalize(self._engine, executor.close)
 
@@ -86,6 +88,20 @@ class LLM:
     def max_model_len(self) -> int:
         """Tokens a sequence may have, prompt and answer together."""
         return self._model.facts.max_model_len
+
+    @property
+    def engine(self) -> Engine:
+        """What runs this model's requests, for an AsyncEngine."""
+        return self._engine
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is settled about the model and its mesh."""
+        return self._model.facts
+
+    def failure(self) -> LaylineError | None:
+        """Why the ranks are gone, or None while they run; never waits."""
+        return self._executor.failure()
 
     def memory_report(self) -> dict[str, int]:
         """Bytes of the weight matrices (all copies) and of the key-value cache, over all ranks."""

@@ -11,6 +11,7 @@ from layline.engine.balance import SampleRow
 from layline.engine.executor import MemoryUse, RowSpec, SamplingRows, Token
 from layline.engine.model import LoadedModel
 from layline.engine.step import MeshStep
+from layline.errors import LaylineError
 from layline.layers.sampler import Sampler
 
 
@@ -46,6 +47,10 @@ class LocalExecutor:
     def collectives(self) -> list[list[CollectiveRecord]]:
         """See Executor. One rank communicates with nobody."""
         return [[]]
+
+    def failure(self) -> LaylineError | None:
+        """See Executor. There is no other process that could be gone."""
+        return None
 
     def close(self, _: int = 0, /) -> None:
         """Nothing runs elsewhere."""

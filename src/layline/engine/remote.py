@@ -14,7 +14,7 @@ from layline.engine.ranks import rebuilt
 from layline.engine.step import MeshStep
 from layline.engine.step_codec import StepEncoder
 from layline.engine.supervisor import Supervisor
-from layline.errors import RunError
+from layline.errors import LaylineError, RunError
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.topology import GroupName, Topology
 
@@ -99,6 +99,10 @@ class RemoteExecutor:
         self._supervisor.post(wire.AskCollectives())
         replies = self._supervisor.collect((wire.Collectives,), self._ranks)
         return [[record_of(packed) for packed in reply.records] for reply in replies]
+
+    def failure(self) -> LaylineError | None:
+        """See Executor."""
+        return self._supervisor.failure
 
     def close(self, status: int = 0, /) -> None:
         """See Executor."""

@@ -78,6 +78,11 @@ class Supervisor:
         return [found[rank] for rank in ranks]
 
     @property
+    def failure(self) -> LaylineError | None:
+        """What the run failed with, or None."""
+        return self._failure
+
+    @property
     def is_running(self) -> bool:
         """True until the run is closed or has failed."""
         return self._failure is None and self._stop is None

@@ -12,6 +12,8 @@ from layline.text.gguf_vocab import read_gguf
 from layline.text.template import ChatTemplate
 from layline.text.vocabulary import Decoding, TokenBytes, Vocabulary, id_set
 
+_LONG_TEXT = 1 << 13  # characters, some milliseconds
+
 
 class TextSource(Protocol):
     """Where a vocabulary is: at most one of a directory and the metadata of a GGUF file."""
@@ -82,13 +84,22 @@ class Tokenizer:
             PromptError: ``text`` is not a string, or holds half of a surrogate pair.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+            ids = self._encode(text, add_special)
         except TypeError:
             raise PromptError(_not_text(text)) from None
         if add_special:
             while len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
                 del ids[0]
         return ids
+
+    def _encode(self, text: str, add_special: bool) -> list[int]:
+        if len(text) < _LONG_TEXT:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+            return ids
+        # The library keeps the interpreter to itself while it encodes one text, for seconds where
+        # that is long, and gives way to other threads only in a batch.
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
+        return list(found.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of ``ids``: their bytes as UTF-8, broken sequences as replacement characters.

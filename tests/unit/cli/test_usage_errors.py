@@ -12,7 +12,7 @@ from layline.errors import CheckpointError, ModelNotFoundError, RunError
 
 # Arguments; what the line must contain: the value or name, what was expected, the nearest choice.
 MISTAKES = {
-    "no command": ([], ["no command", "pull, generate, chat, plan, doctor, bench"]),
+    "no command": ([], ["no command", "pull, generate, chat, serve, plan, doctor, bench"]),
     "unknown command": (["genrate", "x"], ["'genrate'", "pull, generate", "'generate'"]),
     "command of a later time": (["zzz"], ["'zzz'", "pull, generate"]),
     "no subcommand": (["bench"], ["no command", "latency"]),
@@ -63,6 +63,18 @@ MISTAKES = {
     "seed": (["chat", "--seed", str(1 << 63)], [f"from {-(1 << 63)} to {(1 << 63) - 1}"]),
     "top_k": (["generate", "x", "--top-k", "-2"], ["--top-k -2", "-1"]),
     "min_p": (["generate", "x", "--min-p", "2"], ["--min-p 2 is", "0 to 1"]),
+    "port": (["serve", "--port", "99999"], ["--port 99999", "from 0 to 65535", "is 65535"]),
+    "port word": (["serve", "--port", "http"], ["'http'", "whole number"]),
+    "log level": (["serve", "--log-level", "warn"], ["'warn'", "debug, info", "is 'warning'"]),
+    "seconds": (["serve", "--drain-timeout", "-1"], ["'-1'", "seconds above 0", "is 1"]),
+    "seconds nan": (["serve", "--body-timeout", "nan"], ["'nan'", "seconds"]),
+    "rate": (["serve", "--requests-per-minute", "0"], ["--requests-per-minute 0", "is 1"]),
+    "body": (["serve", "--max-body", "lots"], ["'lots'", "K, M, G or T"]),
+    "key": (["serve", "--api-key", "two words"], ["an API key", "printable ASCII"]),
+    "key file": (["serve", "--api-key-file", "/no/such"], ["'/no/such'", "No such file"]),
+    "serve option": (["serve", "--api-keys", "x"], ["'--api-keys'", "is '--api-key'"]),
+    "serve models": (["serve", "a", "--model", "b"], ["'a'", "'b'", "one of them"]),
+    "host": (["serve", "--host", "no.such.host.invalid"], ["'no.such.host.invalid'", "127.0.0.1"]),
     "two models": (["chat", "a", "--model", "b"], ["'a'", "'b'", "one of them"]),
     "batch": (["bench", "latency", "--batch", "1,x"], ["'1,x'", "'x'", "whole", "is '1'"]),
     "batch gap": (["bench", "latency", "--batch", "1,,2"], ["--batch '1,,2'", "whole", "is '1,2'"]),

@@ -47,6 +47,21 @@ def test_encode_and_decode_equal_transformers(directory: Path, text: str) -> Non
         assert ours.decode(ids, skip_special=skip) == expected
 
 
+def test_a_long_text_is_encoded_like_a_short_one(directory: Path) -> None:
+    """It goes another way, in which other threads can run."""
+    text = "".join(SAMPLES) * 100
+    assert len(text) > 1 << 13
+    reference = PreTrainedTokenizerFast.from_pretrained(directory)
+    ours = from_directory(directory)
+    assert ours.encode(text) == reference(text)["input_ids"]
+    assert (
+        ours.encode(text, add_special=False)
+        == reference(text, add_special_tokens=False)["input_ids"]
+    )
+    with pytest.raises(PromptError, match="surrogate"):
+        ours.encode(text + "\ud83d")
+
+
 def test_ids_and_sizes(byte_level_tokenizer: Tokenizer) -> None:
     ours = byte_level_tokenizer
     assert (ours.bos_id, ours.eos_ids, ours.special_ids) == (1, {2}, {0, 1, 2})

@@ -1,0 +1,51 @@
+"""What an engine holds at this moment, as plain numbers. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from layline.engine.core import Engine
+
+
+@dataclass(frozen=True)
+class CacheLoad:
+    """Cache blocks over all attention DP ranks, and what the scheduler has counted so far.
+
+    ``held`` of ``blocks`` belong to requests, ``idle`` ones only keep contents for later prompts.
+    ``prefix_hits`` of ``prefix_lookups`` prompt tokens were found in the cache.
+    """
+
+    blocks: int = 0
+    held: int = 0
+    idle: int = 0
+    prefix_lookups: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Requests that wait for cache blocks, requests that hold some, and the cache."""
+
+    waiting: int
+    running: int
+    cache: CacheLoad
+
+
+def cache_load(engine: Engine) -> CacheLoad:
+    """The cache of ``engine``; waits for a step that another thread runs."""
+    stats: Any = getattr(engine, "stats", None)
+    if stats is not None:
+        found = stats()
+        return CacheLoad(
+            found.blocks,
+            found.blocks_held,
+            found.blocks_idle,
+            found.prefix_lookups,
+            found.prefix_hits,
+            found.preemptions,
+        )
+    pools = [part._pool for part in engine._scheduler.parts]
+    blocks = sum(pool.capacity for pool in pools)
+    return CacheLoad(blocks, blocks - sum(pool.num_free for pool in pools))

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: an application over the asynchronous engine, and its process."""

@@ -1,0 +1,96 @@
+"""/v1/completions: prompts in, continuations out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from layline.engine.answers import Chunk
+from layline.serve.accounts import Account
+from layline.serve.answering import Answering, Reason, SentUsage
+from layline.serve.exchange import Reply
+from layline.serve.jobs import Job, check_stream, completion_job
+from layline.serve.logprobs import Placed, completion_logprobs
+from layline.serve.requests import CompletionRequest
+from layline.serve.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from layline.serve.service import Service
+from layline.serve.unsupported import refuse_completion
+
+
+class CompletionAnswer(Answering):
+    """One request to /v1/completions."""
+
+    prefix = "cmpl"
+    param = "prompt"
+
+    def __init__(self, service: Service, body: CompletionRequest, account: Account) -> None:
+        super().__init__(service, body, account)
+        self._body = body
+        self._echo: dict[int, str] = {}
+
+    async def run(self, reply: Reply) -> None:
+        """See Answering. A request for no tokens is answered without the engine."""
+        if self._body.max_tokens == 0:
+            await self._answer_nothing(reply)
+        else:
+            await super().run(reply)
+
+    async def prepare(self) -> Job:
+        """See Answering."""
+        refuse_completion(self._body)
+        job = await completion_job(self.service, self._body)
+        if self._body.echo:
+            count = len(job.prompts) * job.choices
+            self._echo = {i: job.prompts[i // job.choices].text for i in range(count)}
+        return job
+
+    def piece(
+        self, chunk: Chunk, placed: Sequence[Placed], *, first: bool
+    ) -> Iterable[CompletionChoice]:
+        """See Answering."""
+        text = self._echo.get(chunk.index, "") + chunk.text if first else chunk.text
+        if text or placed or chunk.finish_reason is not None:
+            yield CompletionChoice(
+                chunk.index,
+                text,
+                self._reported(placed),
+                chunk.finish_reason,  # type: ignore[arg-type]
+            )
+
+    def choice(
+        self, index: int, text: str, placed: Sequence[Placed], reason: Reason
+    ) -> CompletionChoice:
+        """See Answering."""
+        whole = self._echo.get(index, "") + text
+        return CompletionChoice(index, whole, self._reported(placed), reason)
+
+    def event(self, choices: Sequence[CompletionChoice], usage: SentUsage) -> Completion:
+        """See Answering."""
+        return Completion(
+            id=self.id,
+            created=self.created,
+            model=self.service.settings.model_name,
+            choices=list(choices),
+            usage=usage,
+        )
+
+    def whole(self, choices: Sequence[CompletionChoice], usage: Usage) -> Completion:
+        """See Answering."""
+        return self.event(choices, usage)
+
+    def _reported(self, placed: Sequence[Placed]) -> CompletionLogprobs | None:
+        return completion_logprobs(self.service.tokenizer, placed) if self.has_logprobs else None
+
+    async def _answer_nothing(self, reply: Reply) -> None:
+        """With echo the prompts themselves, else empty texts."""
+        self.service.require_model(self._body.model)
+        check_stream(self._body)
+        job = await self.prepare()
+        choices = [
+            self.choice(index, "", (), "length") for index in range(len(job.prompts) * job.choices)
+        ]
+        if self._body.stream:
+            await reply.start_events()
+            await self.send(reply, choices)
+            await self.send_end(reply, job)
+        else:
+            await reply.json(self.whole(choices, self.usage(job)))

@@ -1,0 +1,48 @@
+"""The server's log on stderr: lines for people, or one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class PlainFormatter(logging.Formatter):
+    """``time level message [request id]``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record."""
+        fields = getattr(record, "fields", {})
+        request = f" [{fields['request_id']}]" if "request_id" in fields else ""
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        return f"{stamp} {record.levelname.lower()} {record.getMessage()}{request}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line; what is told beside the message has names of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def configure(level: str, *, as_json: bool) -> None:
+    """Send the server's log and uvicorn's warnings to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
+    for name, least in (("layline", level.upper()), ("uvicorn", "WARNING")):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(least)

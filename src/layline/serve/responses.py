@@ -1,0 +1,189 @@
+"""The bodies that are answered, as types; the OpenAPI document is made from these."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptDetails(Struct):
+    """Tokens of the prompts that were found in the cache."""
+
+    cached_tokens: int
+
+
+class Usage(Struct):
+    """Token counts of a request, over all its answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TopLogprob(Struct):
+    """A likely token; ``bytes`` are its own, which may be a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct):
+    """A token of the answer, and the likeliest ones at its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Log-probabilities of a chat answer."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct):
+    """Log-probabilities of a completion; ``bytes`` is this server's own field."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+    bytes: list[list[int]]
+
+
+class CompletionChoice(Struct):
+    """One completion, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(Struct):
+    """The answer of /v1/completions; in a stream, one event of it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: str | None = None
+
+
+class AnswerMessage(Struct):
+    """What the assistant says."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Struct):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    system_fingerprint: str | None = None
+
+
+class Delta(Struct):
+    """What an event of a chat stream adds."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+
+
+class ChunkChoice(Struct):
+    """A piece of one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(Struct):
+    """One event of a chat stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    system_fingerprint: str | None = None
+
+
+class Model(Struct):
+    """The model that is served; ``max_model_len`` is this server's own field."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "layline"
+
+
+class ModelList(Struct):
+    """All models of this server: one."""
+
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class Tokenized(Struct):
+    """The answer of /tokenize."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(Struct):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class Health(Struct):
+    """Whether requests are taken: ``ok``, ``stopping`` or ``failed``."""
+
+    status: Literal["ok", "stopping", "failed"]
+
+
+class Problem(Struct):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ProblemBody(Struct):
+    """Every answer that is an error."""
+
+    error: Problem

@@ -1,0 +1,89 @@
+"""What every endpoint is given: the engine, the model's text and facts, the settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from layline.engine.answers import AnswerStream, Submission
+from layline.engine.async_engine import AsyncEngine
+from layline.errors import LaylineError
+from layline.serve.problems import ApiError, as_api_error, invalid
+from layline.serve.settings import MAX_CHOICES, ServeSettings
+from layline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """One served model. ``about`` is what the status page says of it and its mesh."""
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    max_model_len: int
+    settings: ServeSettings
+    about: dict[str, Any] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def require_model(self, name: str | None) -> None:
+        """Raise ApiError (404) for a model that is not this one."""
+        if name is not None and name != self.settings.model_name:
+            raise ApiError(
+                404,
+                f"The model '{name[:200]}' does not exist; this server has "
+                f"'{self.settings.model_name}'",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def encode(self, text: str, param: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of a text, found in another thread: a long one takes a while."""
+        try:
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
+        except LaylineError as error:
+            raise as_api_error(error, param) from None
+
+    async def encode_chat(
+        self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
+    ) -> list[int]:
+        """Token ids of a conversation. Raises ApiError when the template refuses it."""
+        if self.tokenizer.chat_template is None:
+            raise invalid(
+                f"The model '{self.settings.model_name}' has no chat template; use /v1/completions",
+                "messages",
+                "chat_not_supported",
+            )
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in variables:
+                raise invalid(f"'{name}' cannot be set here", "chat_template_kwargs")
+        try:
+            return await asyncio.to_thread(self.tokenizer.apply_chat, messages, **variables)
+        except LaylineError as error:
+            raise as_api_error(error, "messages") from None
+
+    def check_length(self, prompt_ids: Sequence[int], param: str) -> None:
+        """Raise ApiError for a prompt that leaves no room for an answer."""
+        if not prompt_ids:
+            raise invalid("the prompt is empty; expected at least one token", param)
+        if len(prompt_ids) >= self.max_model_len:
+            raise invalid(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer.",
+                param,
+                "context_length_exceeded",
+            )
+
+    def check_choices(self, count: int, param: str) -> None:
+        """Raise ApiError for more answers than one request may ask for."""
+        most = min(MAX_CHOICES, self.settings.max_waiting)
+        if count > most:
+            raise invalid(f"{count} answers in one request; expected at most {most}", param)
+
+    async def submit(self, submissions: Sequence[Submission], param: str) -> AnswerStream:
+        """Start answering. Raises ApiError."""
+        try:
+            return await self.engine.submit(submissions)
+        except LaylineError as error:
+            raise as_api_error(error, param) from None

@@ -1,0 +1,63 @@
+"""What OpenAI's API has and this server does not, refused in one place."""
+
+from __future__ import annotations
+
+from layline.serve.problems import ApiError, invalid
+from layline.serve.requests import ChatRequest, CompletionRequest
+
+
+def refuse_chat(body: ChatRequest) -> None:
+    """Raise ApiError for a field that asks a chat answer for what is not there."""
+    refuse_format(body)
+    refuse_tools(body)
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise unsupported("modalities", "answers are text; expected ['text']")
+    if body.audio is not None:
+        raise unsupported("audio", "answers are text; leave it out")
+
+
+def refuse_format(body: ChatRequest) -> None:
+    """Raise ApiError for an answer that must follow a grammar."""
+    if body.response_format is not None and body.response_format.type != "text":
+        raise unsupported(
+            "response_format",
+            f"{body.response_format.type!r} is not supported in this version; expected 'text'",
+        )
+
+
+def refuse_tools(body: ChatRequest) -> None:
+    """Raise ApiError for tools that the model might call; with tool_choice "none" it may not."""
+    if body.tools and body.tool_choice != "none":
+        raise unsupported("tools", "tool calls are not supported; set tool_choice to 'none'")
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
+        raise invalid("'tool_choice' is only allowed when 'tools' are specified.", "tool_choice")
+    if body.functions and body.function_call != "none":
+        raise unsupported("functions", "function calls are not supported; leave it out")
+
+
+def refuse_completion(body: CompletionRequest) -> None:
+    """Raise ApiError for a field that asks a completion for what is not there."""
+    choices = body.n or 1
+    if body.best_of is not None and body.best_of != choices:
+        raise unsupported("best_of", f"answers are not ranked; expected {choices}, which is n")
+    if body.suffix:
+        raise unsupported("suffix", "text is not inserted; leave it out")
+    if body.echo and body.logprobs is not None:
+        raise unsupported(
+            "logprobs", "log-probabilities of a prompt are not computed; leave out echo or logprobs"
+        )
+
+
+def refuse_embeddings(model: str) -> ApiError:
+    """The answer of /v1/embeddings while no model here makes embeddings."""
+    return ApiError(
+        400,
+        f"The model '{model}' generates text and makes no embeddings.",
+        param="model",
+        code="model_not_supported",
+    )
+
+
+def unsupported(name: str, told: str) -> ApiError:
+    """The refusal of one field."""
+    return invalid(f"'{name}' is not supported here: {told}.", name, "unsupported_parameter")
