@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from layline.config import EngineConfig
-from layline.engine.balance import MeshScheduler, StepRules
-from layline.engine.blocks import BlockPool
+from layline.engine.balance import MeshScheduler
 from layline.engine.core import Engine
 from layline.engine.facts import open_model
 from layline.engine.local import LocalExecutor
 from layline.engine.model import LoadedModel, load_alone
-from layline.engine.scheduler import BLOCK_SIZE, Scheduler, StepPlan
+from layline.engine.scheduler import BLOCK_SIZE, StepPlan
 from layline.engine.step import MeshStep
 from layline.sampling import SamplingParams
 
@@ -89,13 +88,8 @@ def run_greedy(
     poison_unused_slots(loaded)
     recorder = Recorder(loaded, forced)
     loaded.runner = recorder  # type: ignore[assignment]
-    queue = Scheduler(
-        BlockPool(loaded.num_blocks),
-        block_size=BLOCK_SIZE,
-        max_running=config.max_running,
-        prefill_tokens=config.prefill_tokens,
-    )
-    scheduler = MeshScheduler([queue], StepRules())
+    # Every row is to be computed, so that its logits are there to compare.
+    scheduler = MeshScheduler.of(config, loaded.num_blocks, shares=False)
     recorder.watch(scheduler)
     engine = Engine(model, scheduler, LocalExecutor(loaded))
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)

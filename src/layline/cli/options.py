@@ -15,8 +15,10 @@ from layline.config import (
     DEVICES,
     DP_PADDINGS,
     DTYPES,
+    KV_DTYPES,
     MAX_DEGREE,
     MAX_THREADS,
+    PLANNED_KV_DTYPES,
     EngineConfig,
 )
 from layline.errors import SamplingError
@@ -166,6 +168,21 @@ class RunOptions(MeshOptions, ComputeOptions):
             show_default="half of memory",
         ),
     ] = None
+    kv_dtype: Annotated[
+        str,
+        choice_option(
+            "--kv-dtype",
+            (*KV_DTYPES, *PLANNED_KV_DTYPES),
+            "type of cached keys and values; auto is that of the run",
+        ),
+    ] = EngineConfig.kv_dtype
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="share the cached beginnings of prompts between requests",
+        ),
+    ] = EngineConfig.prefix_cache
     max_running: Annotated[
         int,
         typer.Option(

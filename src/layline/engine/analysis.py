@@ -10,14 +10,12 @@ from layline.boundary.planning.compare import Comparison
 from layline.boundary.rows import BatchKind, kind_of
 from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
-from layline.engine.balance import MeshScheduler, SampleRow, StepRules
-from layline.engine.blocks import BlockPool
+from layline.engine.balance import MeshScheduler, SampleRow
 from layline.engine.core import Engine
 from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
 from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
 from layline.engine.planned import ITEMSIZES, ModelPlan
-from layline.engine.scheduler import BLOCK_SIZE, Scheduler
 from layline.engine.step import MeshStep
 from layline.errors import LaylineError
 from layline.models.parallel import Shards
@@ -94,16 +92,9 @@ def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
     model, executor = launch(config)
     recorded = RecordedExecutor(executor)
     try:
-        queues = [
-            Scheduler(
-                BlockPool(executor.num_blocks),
-                block_size=BLOCK_SIZE,
-                max_running=config.max_running,
-                prefill_tokens=config.prefill_tokens,
-            )
-            for _ in range(config.attn_dp)
-        ]
-        engine = Engine(model, MeshScheduler(queues, StepRules.of(config)), recorded)
+        # Without shared blocks every trial computes what its plan says.
+        scheduler = MeshScheduler.of(config, executor.num_blocks, shares=False)
+        engine = Engine(model, scheduler, recorded)
         requests = [
             engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
             for prompt, most in trial_prompts(plan)

@@ -65,7 +65,7 @@ class Part:
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were found in the cache."""
-        return getattr(self.request, "num_cached", 0)
+        return 0 if self.request is None else self.request.num_cached
 
 
 class AnswerStream(AsyncIterator[Chunk]):

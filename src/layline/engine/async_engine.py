@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -68,8 +67,6 @@ class AsyncEngine:
         self._on_failure = on_failure
         # Looking at the engine waits for its step, so only the thread that runs steps does.
         self._cache = cache_load(self._engine)
-        taken = inspect.signature(Engine.submit).parameters
-        self._extras = [name for name in ("priority", "cache_salt") if name in taken]
         self._condition = threading.Condition()
         self._inbox: deque[_Arrival] = deque()
         self._open: list[Part] = []
@@ -211,8 +208,12 @@ class AsyncEngine:
         try:
             for part in stream.parts:
                 given = part.submission
-                extras: dict[str, Any] = {name: getattr(given, name) for name in self._extras}
-                part.request = self._engine.submit(given.prompt_ids, given.params, **extras)
+                part.request = self._engine.submit(
+                    given.prompt_ids,
+                    given.params,
+                    priority=given.priority,
+                    cache_salt=given.cache_salt,
+                )
         except Exception as error:
             for part in stream.parts:
                 if part.request is not None:

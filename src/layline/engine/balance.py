@@ -1,22 +1,28 @@
 """Scheduling over attention DP: one decision-maker, a queue and a block pool for every DP rank.
 
-Every step is one for the whole mesh: each DP rank prefills, decodes or idles in it. Pure Python;
-the same arrivals always give the same steps.
+Every step is one for the whole mesh: each DP rank prefills, decodes or idles in it. Steps that
+prefer prompts and steps that prefer decodes take turns, so neither can starve the other, and the
+ranks do the same where they can. Pure Python; the same arrivals always give the same steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from layline.boundary.layout import BatchVariant
 from layline.boundary.rows import DpPadding, StepRows
 from layline.config import EngineConfig
+from layline.engine.blocks import BlockPool
 from layline.engine.context_split import split_context
+from layline.engine.prefix import PrefixCache
 from layline.engine.request import Request
-from layline.engine.scheduler import Scheduler, StepPlan
+from layline.engine.scheduler import BLOCK_SIZE, Scheduler, SchedulerStats, StepPlan
 from layline.engine.step import IDLE, MeshStep, RankStep
 from layline.layers.spans import Phase
+
+PREFILL_BESIDE_DECODES = 512
+"""Most prompt tokens of a rank's step while requests decode: they wait for it to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +105,52 @@ class StepRules:
 
 
 class MeshScheduler:
-    """Gives each new request to the DP rank with the least reserved tokens; ties to the lowest."""
+    """Gives each request to a DP rank, and plans the steps of all.
+
+    A request goes where the fewest tokens are to be computed with it: those of the requests there
+    and its own, less what that rank's cache holds of its beginning. Ties go to the lowest rank.
+    """
 
     def __init__(self, parts: Sequence[Scheduler], rules: StepRules) -> None:
         self.parts = tuple(parts)
         self._rules = rules
+        self._prefer = Phase.PREFILL
+
+    @classmethod
+    def of(cls, engine: EngineConfig, num_blocks: int, *, shares: bool = True) -> MeshScheduler:
+        """The schedulers that a configuration asks for, each over ``num_blocks`` cache blocks.
+
+        ``shares`` False keeps requests from sharing blocks even where the configuration allows it.
+        """
+        shares = shares and engine.prefix_cache
+        parts = [
+            Scheduler(
+                BlockPool(num_blocks, PrefixCache() if shares else None),
+                block_size=BLOCK_SIZE,
+                max_running=engine.max_running,
+                prefill_tokens=engine.prefill_tokens,
+            )
+            for _ in range(engine.attn_dp)
+        ]
+        return cls(parts, StepRules.of(engine))
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run, on all DP ranks."""
         return sum(part.num_unfinished for part in self.parts)
 
+    @property
+    def stats(self) -> SchedulerStats:
+        """What is going on, over all DP ranks."""
+        return SchedulerStats(*map(sum, zip(*(astuple(p.stats) for p in self.parts), strict=True)))
+
     def add(self, request: Request) -> None:
-        """Queue a request and set its ``attn_dp``."""
-        loads = [part.reserved_tokens for part in self.parts]
-        request.attn_dp = loads.index(min(loads))
+        """Queue a request and set its ``attn_dp``. Raises PromptError for one that cannot fit."""
+        costs = [0]
+        if len(self.parts) > 1:
+            keys = self.parts[0].block_keys(request)
+            costs = [part.load - part.cached_tokens(keys) for part in self.parts]
+        request.attn_dp = costs.index(min(costs))
         self.parts[request.attn_dp].add(request)
 
     def remove(self, request: Request) -> None:
@@ -122,14 +159,16 @@ class MeshScheduler:
 
     def next_step(self) -> MeshPlan | None:
         """The next step of the mesh, or None when no DP rank has anything to run."""
-        plans = tuple([part.next_step() for part in self.parts])
+        limit = PREFILL_BESIDE_DECODES if any(part.decodes for part in self.parts) else None
+        plans = tuple([part.next_step(self._prefer, limit) for part in self.parts])
         if not any(plans):
             return None
         parts = tuple([IDLE if plan is None else _rank_step(plan) for plan in plans])
         return MeshPlan(plans, MeshStep(parts, self._rules.rows(parts)))
 
     def complete(self, plan: MeshPlan) -> None:
-        """Record that the step's tokens are in the cache."""
+        """Record that the step's tokens are in the cache; the next step prefers the other phase."""
+        self._prefer = Phase.DECODE if self._prefer is Phase.PREFILL else Phase.PREFILL
         for scheduler, part in zip(self.parts, plan.parts, strict=True):
             if part is not None:
                 scheduler.complete(part)

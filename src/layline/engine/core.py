@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from layline.engine.balance import MeshScheduler, SampleRow
 from layline.engine.executor import Executor, MemoryUse, RowSpec
 from layline.engine.facts import ServedModel
 from layline.engine.request import FinishReason, Request
+from layline.engine.scheduler import SchedulerStats
 from layline.errors import PromptError, RunError
 from layline.sampling import SamplingParams, fresh_seed
 from layline.text.detokenize import IncrementalDecoder
@@ -50,8 +51,24 @@ class Engine:
         self._is_closed = True
         self._executor.close(status)
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a request. Raises PromptError or SamplingError for one that can never run."""
+    def stats(self) -> SchedulerStats:
+        """What waits and runs, and how full the cache is."""
+        with self._lock:
+            return self._scheduler.stats
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """Queue a request. Raises PromptError or SamplingError for one that can never run.
+
+        Those with a higher ``priority`` are admitted first; only those with the same ``cache_salt``
+        share cached beginnings of prompts.
+        """
         self._check_open()
         room = self._model.facts.max_model_len - len(prompt_ids)
         self._check_prompt(prompt_ids, room)
@@ -68,6 +85,8 @@ class Engine:
             stops=StopMatcher(params.stop, include_in_output=params.include_stop_in_output),
             end_ids=end_ids,
             most_tokens=most,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         spec = RowSpec(
             params=params,
@@ -102,13 +121,15 @@ class Engine:
             finally:
                 self._lock.release()
 
-    def run(self, requests: Sequence[Request]) -> None:
-        """Run steps until every one of ``requests`` has ended."""
+    def run(self, requests: Sequence[Request], on_step: Callable[[], None] | None = None) -> None:
+        """Run steps until every one of ``requests`` has ended; ``on_step`` is called after each."""
         for request in requests:
             while request.finish_reason is None:
                 with self._lock:
                     if request.finish_reason is None:
                         self.step()
+                if on_step is not None:
+                    on_step()
 
     def advance(self, request: Request) -> None:
         """Run a step unless ``request`` has something to show already, or has ended."""
@@ -140,10 +161,18 @@ class Engine:
         drawn = zip(itertools.chain(*sampling), itertools.chain(*tokens), strict=True)
         # A request that was aborted while the step ran takes no token.
         live = [one for one in drawn if one[0].finish_reason is None]
+        failed: BaseException | None = None
         for request, (token_id, logprobs) in live:
-            request.accept(token_id, logprobs)
+            try:
+                request.accept(token_id, logprobs)
+            except BaseException as error:
+                # The others' tokens are in the cache already and must not be lost.
+                request.finish_reason = FinishReason.ABORT
+                failed = failed or error
             if request.finish_reason is not None:
                 self._forget(request)
+        if failed is not None:
+            raise failed
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -23,18 +23,27 @@ PLAIN_ENCODINGS = frozenset({"F32", "F16", "BF16"})
 class ModelFacts:
     """The model's configuration and what the run makes of it.
 
-    ``dtype`` is that of weights and arithmetic; ``packed`` keeps quantised matrices quantised for
-    decode. ``spec`` is the mesh as rank 0 sees it, ``policy_reason`` says where its policy comes
-    from.
+    ``dtype`` is that of weights and arithmetic, ``kv_dtype`` that of cached keys and values;
+    ``packed`` keeps quantised matrices quantised for decode. ``spec`` is the mesh as rank 0 sees
+    it, ``policy_reason`` says where its policy comes from.
     """
 
     config: DecoderConfig
     spec: MeshSpec
     policy_reason: str
     dtype: str
+    kv_dtype: str
     packed: bool
     max_model_len: int
     cp_layout: str
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True when cached keys depend on the tokens before them alone.
+
+        Dynamic rope turns them by the whole prompt's length too.
+        """
+        return self.config.rope.kind != "dynamic"
 
     def on_rank(self, rank: int) -> ModelFacts:
         """The same facts, with the mesh as ``rank`` sees it."""
@@ -78,6 +87,7 @@ def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
         spec=spec,
         policy_reason=reason,
         dtype=dtype,
+        kv_dtype=dtype if engine.kv_dtype == "auto" else engine.kv_dtype,
         packed=packed,
         max_model_len=resolve_context(engine, config),
         cp_layout=engine.cp_layout,

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layline.config import EngineConfig, parse_size
-from layline.engine.balance import MeshScheduler, StepRules
-from layline.engine.blocks import BlockPool
+from layline.engine.balance import MeshScheduler
 from layline.engine.core import Engine
 from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
 from layline.engine.output import GenerationOutput, StreamChunk, Timing, Usage
+from layline.engine.progress import progress_bar
 from layline.engine.request import Request
-from layline.engine.scheduler import BLOCK_SIZE, Scheduler
 from layline.errors import LaylineError, PromptError, UsageError, one_of
 from layline.sampling import SamplingParams
 from layline.text.tokenizer import Tokenizer
@@ -28,10 +27,11 @@ class LLM:
 
     Keywords are the command line's flags with underscores: ``model``, ``device``, ``dtype``,
     ``threads`` (of torch in the whole run), ``max_model_len``, ``kv_memory`` (bytes of a rank, or
-    text such as ``"512M"``), ``max_running``, and the mesh's: ``tp``, ``attn_dp``, ``attn_cp``,
-    ``ep``, ``dense_tp``, ``boundary_reduction``, ``sequence_parallel``, ``input_scattered``,
-    ``dp_padding``, ``cp_layout``. Also ``prefill_tokens``, the most prompt tokens of one step, and
-    ``seed``, that of the random weights of ``config:DIR``. With ``tp`` above 1 workers are started,
+    text such as ``"512M"``), ``kv_dtype``, ``prefix_cache``, ``max_running``, and the mesh's:
+    ``tp``, ``attn_dp``, ``attn_cp``, ``ep``, ``dense_tp``, ``boundary_reduction``,
+    ``sequence_parallel``, ``input_scattered``, ``quantised_all_reduce``, ``dp_padding``,
+    ``cp_layout``. Also ``prefill_tokens``, the most prompt tokens of one step, and ``seed``, that of
+    the random weights of ``config:DIR``. With ``tp`` above 1 workers are started,
     and end with :meth:`close`; under torchrun only rank 0 comes back from here, and the others
     leave with SystemExit when it is done. Raises UsageError or CheckpointError with a one-line
     message, and RunError when a worker fails; every later call then raises it too.
@@ -48,16 +48,9 @@ class LLM:
             flags["kv_memory"] = parse_size(flags["kv_memory"])
         self.engine_config = EngineConfig(**{k: v for k, v in flags.items() if v is not None})
         self._model, executor = launch(self.engine_config)
-        queues = [
-            Scheduler(
-                BlockPool(executor.num_blocks),
-                block_size=BLOCK_SIZE,
-                max_running=self.engine_config.max_running,
-                prefill_tokens=self.engine_config.prefill_tokens,
-            )
-            for _ in range(self.engine_config.attn_dp)
-        ]
-        scheduler = MeshScheduler(queues, StepRules.of(self.engine_config))
+        scheduler = MeshScheduler.of(
+            self.engine_config, executor.num_blocks, shares=self._model.facts.shares_prefixes
+        )
         self._engine = Engine(self._model, scheduler, executor)
         self._executor = executor
         # With the engine, not with this object: streams may outlive it.
@@ -116,10 +109,13 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
     ) -> list[GenerationOutput]:
         """Continue one prompt or many together; outputs come in the order of the prompts.
 
-        A prompt is text or token ids. ``params`` is one for all, or one for each prompt. Raises
+        A prompt is text or token ids. ``params`` is one for all, or one for each prompt. Many
+        prompts show a progress bar where stderr is a terminal, unless ``progress`` is False. Raises
         PromptError for an empty or overlong prompt, before anything runs.
         """
         listed = _as_prompts(prompts)
@@ -128,7 +124,8 @@ class LLM:
         try:
             for number, (prompt, one) in enumerate(zip(listed, each, strict=True)):
                 requests.append(self._submit(prompt, one, number if len(listed) > 1 else None))
-            self._engine.run(requests)
+            with progress_bar(requests, shown=progress) as advance:
+                self._engine.run(requests, advance)
         except BaseException:
             for request in requests:
                 self._engine.abort(request)

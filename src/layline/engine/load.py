@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from layline.engine.core import Engine
 
@@ -35,17 +34,12 @@ class EngineLoad:
 
 def cache_load(engine: Engine) -> CacheLoad:
     """The cache of ``engine``; waits for a step that another thread runs."""
-    stats: Any = getattr(engine, "stats", None)
-    if stats is not None:
-        found = stats()
-        return CacheLoad(
-            found.blocks,
-            found.blocks_held,
-            found.blocks_idle,
-            found.prefix_lookups,
-            found.prefix_hits,
-            found.preemptions,
-        )
-    pools = [part._pool for part in engine._scheduler.parts]
-    blocks = sum(pool.capacity for pool in pools)
-    return CacheLoad(blocks, blocks - sum(pool.num_free for pool in pools))
+    found = engine.stats()
+    return CacheLoad(
+        found.blocks,
+        found.blocks_held,
+        found.blocks_idle,
+        found.prefix_lookups,
+        found.prefix_hits,
+        found.preemptions,
+    )

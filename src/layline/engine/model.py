@@ -48,13 +48,18 @@ class LoadedModel:
         return self.facts.config
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """The type of cached keys and values."""
+        return DTYPES[self.facts.kv_dtype]
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the key-value cache."""
         return self.num_blocks * BLOCK_SIZE * self._slot_bytes
 
     @property
     def _slot_bytes(self) -> int:
-        return kv.slot_bytes(self.config, self.dtype, self.facts.spec.topology.attn_tp)
+        return kv.slot_bytes(self.config, self.kv_dtype, self.facts.spec.topology.attn_tp)
 
     def fitting_blocks(self, engine: EngineConfig, local_ranks: int = 1) -> int:
         """Blocks that this rank's cache can have. Raises UsageError when that is too few."""
@@ -66,7 +71,7 @@ class LoadedModel:
     def bind_cache(self, num_blocks: int) -> None:
         """Allocate the cache and give it to the layers."""
         heads = kv.local_heads(self.config, self.facts.spec.topology.attn_tp)
-        caches = kv.allocate(self.config, num_blocks, heads, self.device, self.dtype)
+        caches = kv.allocate(self.config, num_blocks, heads, self.device, self.kv_dtype)
         self.runner.model.bind_cache(caches)
         self.num_blocks = num_blocks
 
@@ -101,7 +106,9 @@ def load_part(
     Every rank of the mesh must call it. Raises CheckpointError for a file that does not fit.
     """
     dtype = DTYPES[facts.dtype]
-    backend = TorchAttention(BLOCK_SIZE, device, dtype)
+    # Attention computes in the wider of the two: neither queries nor keys are rounded for it.
+    wider = torch.promote_types(dtype, DTYPES[facts.kv_dtype])
+    backend = TorchAttention(BLOCK_SIZE, device, wider)
     loader = ModelLoader(
         checkpoint,
         LoadTarget(

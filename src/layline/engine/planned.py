@@ -88,8 +88,8 @@ class ModelPlan:
     @property
     def footprint(self) -> Footprint:
         """Memory of one rank."""
-        itemsize = ITEMSIZES[self.facts.dtype]
-        return footprint(self.facts.config, self.spec.topology, itemsize)
+        weights, cached = ITEMSIZES[self.facts.dtype], ITEMSIZES[self.facts.kv_dtype]
+        return footprint(self.facts.config, self.spec.topology, weights, cached)
 
     def collectives(self) -> Iterator[Collective]:
         """Those of a step, in order."""
@@ -172,7 +172,8 @@ def element_sizes(facts: ModelFacts, device: str, head: str | None) -> ElementSi
     """
     run = ITEMSIZES[facts.dtype]
     summed = 4 if device == "cpu" else run
-    return ElementSizes(summed=summed, run=run, scores=run if head is None else 4)
+    cached = ITEMSIZES[facts.kv_dtype]
+    return ElementSizes(summed=summed, run=run, scores=run if head is None else 4, cached=cached)
 
 
 def kind_for(spec: MeshSpec, variant: str, padding: str) -> BatchKind:

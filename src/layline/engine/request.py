@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
@@ -29,13 +30,15 @@ class FinishReason(Enum):
     ABORT = "abort"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """A prompt, how to continue it, and what has come of it.
 
     ``num_computed`` counts tokens whose keys and values are in the cache; ``most_tokens`` is the
     largest number of tokens the request may generate in its context, ``attn_dp`` the attention DP
-    rank it runs on.
+    rank it runs on. Requests of a higher ``priority`` are admitted first; those with the same
+    ``cache_salt`` share cached beginnings. ``num_cached`` counts prompt tokens that were found in
+    the cache when the request was first admitted, ``num_preempted`` how often it lost its blocks.
     """
 
     request_id: int
@@ -45,11 +48,15 @@ class Request:
     stops: StopMatcher
     end_ids: frozenset[int]
     most_tokens: int
+    priority: int = 0
+    cache_salt: str = ""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     events: deque[TokenEvent] = field(default_factory=deque)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_cached: int = 0
+    num_preempted: int = 0
     attn_dp: int = 0
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -61,6 +68,20 @@ class Request:
     def most_length(self) -> int:
         """The longest the sequence can become, prompt and output."""
         return len(self.prompt_ids) + self.most_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known by now, prompt and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def token_ids(self, start: int, stop: int) -> Sequence[int]:
+        """Known tokens ``start`` .. ``stop - 1``, prompt and output as one sequence."""
+        prompt = len(self.prompt_ids)
+        if stop <= prompt:
+            return self.prompt_ids[start:stop]
+        if start >= prompt:
+            return self.output_ids[start - prompt : stop - prompt]
+        return (*self.prompt_ids[start:], *self.output_ids[: stop - prompt])
 
     @property
     def is_prefilled(self) -> bool:

@@ -1,26 +1,39 @@
-"""What runs in the next step. Pure Python without torch; deterministic in the order of arrival.
+"""What runs in the next step. Pure Python without torch or a clock; the same calls always give the
+same steps.
 
-A request is admitted when the cache can hold it at its longest, so that an admitted request always
-finishes. Prompts go first, in chunks under a token budget; decodes run together.
+A step either prefills prompts, in chunks under a token budget, or decodes all requests whose prompt
+is in the cache. Which of the two a step prefers is the caller's to say; a scheduler without work of
+that phase runs the other.
+
+Blocks are taken as they are needed: those of the whole prompt at admission, one more whenever a
+decode fills its last. When none is left, the request that stands last loses its place: its blocks
+go back and it waits again, keeping its tokens. Readmitted, it computes what the cache does not hold
+any more, prompt tokens by prefill and generated ones by decode, as they were computed at first.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from layline.engine.blocks import BlockPool
+from layline.engine.prefix import block_key, root_key
 from layline.engine.request import Request
+from layline.engine.waiting import Ticket, WaitingQueue
+from layline.errors import PromptError
 from layline.layers.spans import Phase, SequenceSpan
 
 BLOCK_SIZE = 16
 """Tokens in a block of the key-value cache."""
+REPLAYED_ROWS = 64
+"""Most generated tokens that a decode step computes once more for readmitted requests."""
+EXPECTED_TOKENS = 256
+"""What a request is expected to generate at most where loads are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """One request's part of a step. ``samples`` is False while its prompt is incomplete."""
+    """Tokens of one request in a step. ``samples`` is False while it has further known tokens."""
 
     request: Request
     span: SequenceSpan
@@ -29,11 +42,31 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: its phase, its sequences in row order, and the token ids of its rows."""
+    """One step: its phase, its sequences in row order, and the token ids of its rows.
+
+    A readmitted request may have several entries of one token each in a decode step.
+    """
 
     phase: Phase
     entries: tuple[StepEntry, ...]
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Numbers of now (requests, blocks) and since the start (tokens looked up, preemptions).
+
+    ``prefix_hits`` of the ``prefix_lookups`` prompt and replayed tokens were found in the cache.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    blocks: int = 0
+    blocks_held: int = 0
+    blocks_idle: int = 0
+    prefix_lookups: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
 
 
 class Scheduler:
@@ -46,87 +79,304 @@ class Scheduler:
         self._block_size = block_size
         self._max_running = max_running
         self._prefill_tokens = prefill_tokens
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._waiting = WaitingQueue()
+        self._tickets: dict[int, Ticket] = {}
+        self._running: dict[int, Ticket] = {}
+        self._nothing_fits = False
+        self._lookups = self._hits = self._preemptions = 0
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        return len(self._waiting) + len(self._running)
+        return len(self._tickets)
 
     @property
-    def reserved_tokens(self) -> int:
-        """Tokens that the waiting and running requests may take at their longest."""
-        unfinished = (*self._waiting, *self._running)
-        return sum(request.most_length for request in unfinished)
+    def decodes(self) -> bool:
+        """True when a running request has its prompt in the cache."""
+        return any(ticket.request.is_prefilled for ticket in self._running.values())
+
+    @property
+    def load(self) -> int:
+        """Tokens of the waiting and running requests, those to come included."""
+        total = 0
+        for ticket in self._tickets.values():
+            request = ticket.request
+            total += min(request.most_length, request.num_tokens + EXPECTED_TOKENS)
+        return total
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """What is going on."""
+        return SchedulerStats(
+            waiting=len(self._waiting),
+            running=len(self._running),
+            blocks=self._pool.capacity,
+            blocks_held=self._pool.num_held,
+            blocks_idle=self._pool.num_idle,
+            prefix_lookups=self._lookups,
+            prefix_hits=self._hits,
+            preemptions=self._preemptions,
+        )
 
     def blocks_for(self, length: int) -> int:
         """Blocks that a sequence of ``length`` tokens takes."""
         return -(-length // self._block_size)
 
+    def cached_tokens(self, keys: list[bytes]) -> int:
+        """Tokens of a sequence with these block keys that need not be computed here."""
+        prefix = self._pool.prefix
+        return 0 if prefix is None else prefix.count(keys) * self._block_size
+
+    def block_keys(self, request: Request) -> list[bytes]:
+        """The keys of the blocks that the request could share now."""
+        if self._pool.prefix is None:
+            return []
+        keys: list[bytes] = []
+        self._extend(keys, request, self._sharable(request))
+        return keys
+
     def add(self, request: Request) -> None:
-        """Queue a request that fits the pool when it is alone in it."""
-        if self.blocks_for(request.most_length) > self._pool.capacity:
-            raise ValueError(f"request {request.request_id} can never fit the cache")
-        self._waiting.append(request)
+        """Queue a request. Raises PromptError for one that the cache could not even hold alone."""
+        # The last token that it generates is never fed, so it needs no place.
+        needed, capacity = self.blocks_for(request.most_length - 1), self._pool.capacity
+        if needed > capacity:
+            raise PromptError(
+                f"the prompt has {len(request.prompt_ids)} tokens and max_tokens lets it grow to "
+                f"{request.most_length}, but the cache holds {capacity * self._block_size}; "
+                f"expected at most {capacity * self._block_size + 1} together"
+            )
+        self._tickets[request.request_id] = self._waiting.enter(request)
+        self._nothing_fits = False
 
     def remove(self, request: Request) -> None:
         """Forget a finished or aborted request and free its blocks; a second call does nothing."""
-        if request in self._waiting:
-            self._waiting.remove(request)
-        elif request in self._running:
-            self._running.remove(request)
-            self._pool.give_back(request.blocks)
-            request.blocks = []
+        ticket = self._tickets.pop(request.request_id, None)
+        if ticket is None:
+            return
+        if self._running.pop(request.request_id, None) is None:
+            self._waiting.leave(ticket, admitted=False)
+        else:
+            self._release(request)
+        self._nothing_fits = False
 
-    def next_step(self) -> StepPlan | None:
-        """The next step, or None when nothing is left to run."""
-        self._admit()
-        prefill = [request for request in self._running if not request.is_prefilled]
-        if prefill:
-            return self._prefill(prefill)
-        return self._decode() if self._running else None
+    def next_step(
+        self, prefer: Phase = Phase.PREFILL, prefill_tokens: int | None = None
+    ) -> StepPlan | None:
+        """The next step, of the preferred phase where there is work of it; None without any work.
+
+        A prefill has at most ``prefill_tokens`` tokens, and never more than the scheduler's limit.
+        """
+        budget = min(self._prefill_tokens, prefill_tokens or self._prefill_tokens)
+        plan = self._decode() if prefer is Phase.DECODE else None
+        # Once more decodes: who is admitted may find all of its prompt in the cache.
+        return plan or self._prefill(budget) or self._decode()
 
     def complete(self, plan: StepPlan) -> None:
         """Record that the step's tokens are in the cache."""
+        if plan.phase is Phase.PREFILL:
+            self._nothing_fits = False  # A waiting request may share what was computed.
         for entry in plan.entries:
-            entry.request.num_computed = entry.span.length
+            request = entry.request
+            request.num_computed = entry.span.length
+            if plan.phase is Phase.PREFILL or request.num_computed % self._block_size == 0:
+                ticket = self._running.get(request.request_id)
+                if ticket is not None:
+                    self._keep_blocks(ticket)
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
-            request = self._waiting[0]
-            blocks = self._pool.take(self.blocks_for(request.most_length))
-            if blocks is None:
-                return
-            request.blocks = blocks
-            self._running.append(self._waiting.popleft())
-
-    def _prefill(self, requests: Sequence[Request]) -> StepPlan:
+    def _prefill(self, budget: int) -> StepPlan | None:
+        chunks = self._chunks(budget)
+        if not chunks:
+            return None
         entries: list[StepEntry] = []
         token_ids: list[int] = []
-        budget = self._prefill_tokens
-        for request in requests:
+        for request, count in chunks:
             start, total = request.num_computed, len(request.prompt_ids)
-            count = min(budget, total - start)
-            if count == 0:
-                break
-            budget -= count
             span = SequenceSpan(start, count, request.blocks, rope_length=total)
-            entries.append(StepEntry(request, span, samples=span.length == total))
+            # A readmitted request has further tokens, to be computed by decode.
+            samples = span.length == total and not request.output_ids
+            entries.append(StepEntry(request, span, samples))
             token_ids.extend(request.prompt_ids[start : start + count])
         return StepPlan(Phase.PREFILL, tuple(entries), tuple(token_ids))
 
-    def _decode(self) -> StepPlan:
-        entries = tuple(
-            StepEntry(
-                request,
-                SequenceSpan(
-                    request.num_computed, 1, request.blocks, rope_length=request.num_computed + 1
-                ),
-                samples=True,
-            )
-            for request in self._running
+    def _chunks(self, budget: int) -> list[tuple[Request, int]]:
+        """Whose prompt to compute, and how many tokens of it, ``budget`` at most in all.
+
+        A prompt that does not end in this step takes half of what is left when others are behind
+        it, so that one long prompt never holds up all that are shorter.
+        """
+        chunks: list[tuple[Request, int]] = []
+        # Keys of the blocks that this step fills: who begins with one waits for the next step.
+        filling: set[bytes] = set()
+        for ticket, more in self._prompts(filling):
+            request = ticket.request
+            start = request.num_computed
+            count = len(request.prompt_ids) - start
+            if count > budget:
+                count = max(1, budget // 2) if more else budget
+            full = (start + count) // self._block_size
+            filling.update(ticket.keys[start // self._block_size : full])
+            chunks.append((request, count))
+            budget -= count
+            if budget == 0:
+                break
+        for number, (request, count) in enumerate(chunks):
+            # What was left for others and has found nobody.
+            extra = min(budget, len(request.prompt_ids) - request.num_computed - count)
+            chunks[number] = (request, count + extra)
+            budget -= extra
+        return chunks
+
+    def _prompts(self, filling: set[bytes]) -> Iterator[tuple[Ticket, bool]]:
+        """Requests to prefill, running ones first, and whether others are behind.
+
+        Each further one is admitted when it is asked for, with ``filling`` as it is by then.
+        """
+        begun = [each for each in self._running.values() if not each.request.is_prefilled]
+        for number, ticket in enumerate(begun, start=1):
+            yield ticket, number < len(begun) or self._may_admit
+        while self._may_admit:
+            admitted = self._admit(filling)
+            if admitted is None:
+                return
+            if not admitted.request.is_prefilled:
+                yield admitted, self._may_admit
+
+    @property
+    def _may_admit(self) -> bool:
+        return (
+            not self._nothing_fits
+            and len(self._waiting) > 0
+            and len(self._running) < self._max_running
         )
-        return StepPlan(
-            Phase.DECODE, entries, tuple(request.output_ids[-1] for request in self._running)
-        )
+
+    def _admit(self, filling: set[bytes]) -> Ticket | None:
+        """Let the first waiting request run that fits; those that do not may be overtaken."""
+        postponed = False
+        for ticket in self._waiting:
+            found = self._found(ticket)
+            if self._is_being_filled(ticket, len(found), filling):
+                postponed = True
+            elif self._fits(ticket.request, found):
+                self._start(ticket, found)
+                return ticket
+            if ticket.is_aged:
+                break
+        self._nothing_fits = not postponed
+        return None
+
+    def _found(self, ticket: Ticket) -> list[int]:
+        """Cached blocks of the request's beginning; the last known token is always computed."""
+        prefix = self._pool.prefix
+        if prefix is None:
+            return []
+        sharable = self._sharable(ticket.request)
+        self._extend(ticket.keys, ticket.request, sharable)
+        return prefix.match(ticket.keys[:sharable])
+
+    def _is_being_filled(self, ticket: Ticket, found: int, filling: set[bytes]) -> bool:
+        shared = self._sharable(ticket.request)
+        return bool(filling) and found < shared and ticket.keys[found] in filling
+
+    def _fits(self, request: Request, found: list[int]) -> bool:
+        """Whether the blocks are there, and beside other requests one for each to grow into."""
+        spare = len(self._running)
+        missing = self.blocks_for(request.num_tokens) - len(found)
+        return self._pool.num_available - self._pool.idle_among(found) >= missing + spare
+
+    def _start(self, ticket: Ticket, found: list[int]) -> None:
+        request = ticket.request
+        self._pool.share(found)
+        fresh = self._pool.take(self.blocks_for(request.num_tokens) - len(found))
+        assert fresh is not None, "what fits can be taken"
+        # A new list: tables that were sent to ranks are told apart by their identity.
+        request.blocks = [*found, *fresh]
+        request.num_computed = len(found) * self._block_size
+        if not request.num_preempted:
+            request.num_cached = request.num_computed
+        ticket.num_kept = len(found)
+        self._lookups += request.num_tokens
+        self._hits += request.num_computed
+        self._waiting.leave(ticket, admitted=True)
+        self._running[request.request_id] = ticket
+
+    def _decode(self) -> StepPlan | None:
+        ready = [each.request for each in self._running.values() if each.request.is_prefilled]
+        if not ready:
+            return None
+        ready = self._grow(ready)
+        entries: list[StepEntry] = []
+        token_ids: list[int] = []
+        replayed = 0
+        for request in ready:
+            known, start = request.num_tokens, request.num_computed
+            if known - start == 1:
+                span = SequenceSpan(start, 1, request.blocks, known)
+                entries.append(StepEntry(request, span, True))
+                token_ids.append(request.output_ids[-1])
+                continue
+            stop = min(known, start + REPLAYED_ROWS - replayed)
+            replayed += max(0, stop - start)
+            for position in range(start, stop):
+                span = SequenceSpan(position, 1, request.blocks, position + 1)
+                entries.append(StepEntry(request, span, position + 1 == known))
+            token_ids.extend(request.token_ids(start, stop))
+        if not entries:
+            return None
+        return StepPlan(Phase.DECODE, tuple(entries), tuple(token_ids))
+
+    def _grow(self, ready: list[Request]) -> list[Request]:
+        """Give a block to each request that has filled its last; those of ``ready`` that go on."""
+        full = [r for r in ready if len(r.blocks) * self._block_size < r.num_tokens]
+        if len(full) <= self._pool.num_available:
+            for request in full:
+                self._grow_one(request)
+            return ready
+        # Those that stand first take what there is.
+        full.sort(key=lambda request: self._running[request.request_id].rank)
+        for request in full:
+            while request.request_id in self._running and not self._grow_one(request):
+                self._preempt(max(self._running.values(), key=lambda ticket: ticket.rank))
+        return [request for request in ready if request.request_id in self._running]
+
+    def _grow_one(self, request: Request) -> bool:
+        blocks = self._pool.take(1)
+        if blocks is None:
+            return False
+        request.blocks.extend(blocks)
+        return True
+
+    def _preempt(self, ticket: Ticket) -> None:
+        request = ticket.request
+        del self._running[request.request_id]
+        self._release(request)
+        request.num_computed = 0
+        request.num_preempted += 1
+        self._preemptions += 1
+        self._waiting.reenter(ticket)
+        self._nothing_fits = False
+
+    def _release(self, request: Request) -> None:
+        self._pool.give_back(request.blocks)
+        request.blocks = []
+
+    def _sharable(self, request: Request) -> int:
+        """Full blocks before the last known token."""
+        return (request.num_tokens - 1) // self._block_size
+
+    def _keep_blocks(self, ticket: Ticket) -> None:
+        """Offer blocks that have become full to the prefix cache."""
+        prefix, request = self._pool.prefix, ticket.request
+        full = request.num_computed // self._block_size
+        if prefix is None or full <= ticket.num_kept:
+            return
+        self._extend(ticket.keys, request, full)
+        for number in range(ticket.num_kept, full):
+            prefix.keep(ticket.keys[number], request.blocks[number])
+        ticket.num_kept = full
+
+    def _extend(self, keys: list[bytes], request: Request, count: int) -> None:
+        """Complete ``keys`` to those of the first ``count`` blocks of the request."""
+        while len(keys) < count:
+            parent = keys[-1] if keys else root_key(request.cache_salt)
+            start = len(keys) * self._block_size
+            keys.append(block_key(parent, request.token_ids(start, start + self._block_size)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -57,7 +58,7 @@ class _Reach:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeReach:
-    """A decode step's sequences, padded to the longest; ``mask`` [B, 1, 1, L] hides padding."""
+    """A decode step's rows, padded to the longest; ``mask`` [B, 1, 1, L] hides padding."""
 
     reach: _Reach
     mask: torch.Tensor | None
@@ -90,6 +91,7 @@ class TorchAttention:
     """Backend on torch's scaled_dot_product_attention, for the CPU and for eager CUDA."""
 
     def __init__(self, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        """``dtype`` is what decode computes in; prefill computes in that of its queries."""
         self._block_size = block_size
         self._device = device
         self._dtype = dtype
@@ -140,9 +142,10 @@ class TorchAttention:
         rows = step.reach.read(cache_S2KD)
         keys, values = rows.view(batch, -1, 2, kv_heads, size).permute(2, 0, 3, 1, 4).unbind(0)
         # The queries that share a key head become rows of it: grouped attention without copies.
-        q_BKGD = q_TND.to(rows.dtype).view(batch, kv_heads, heads // kv_heads, size)
+        q_BKGD = q_TND.view(batch, kv_heads, heads // kv_heads, size)
+        q_BKGD, keys, values = (each.to(self._dtype) for each in (q_BKGD, keys, values))
         out = F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=step.mask)
-        return out.reshape(batch, heads * size)
+        return out.reshape(batch, heads * size).to(q_TND.dtype)
 
     def _prefill(
         self,
@@ -159,8 +162,9 @@ class TorchAttention:
             own = segment.reach.read(cache_S2KD)
         keys, values = own.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
         q_1NTD = q_TND[segment.rows].transpose(0, 1).unsqueeze(0)
-        # Queries come in FP32 where prefill computes in it; attention then does too.
-        keys, values = keys.to(q_TND.dtype), values.to(q_TND.dtype)
+        # Queries come in FP32 where prefill computes in it, and a cache may be wider than the run.
+        dtype = torch.promote_types(q_TND.dtype, keys.dtype)
+        q_1NTD, keys, values = (each.to(dtype) for each in (q_1NTD, keys, values))
         out = F.scaled_dot_product_attention(
             q_1NTD,
             keys,
@@ -169,7 +173,7 @@ class TorchAttention:
             is_causal=segment.mask is None,
             enable_gqa=q_1NTD.shape[1] != keys.shape[1],
         )
-        return out.squeeze(0).transpose(0, 1).flatten(1)
+        return out.squeeze(0).transpose(0, 1).flatten(1).to(q_TND.dtype)
 
     def _decode_reach(self, spans: Sequence[SequenceSpan], window: int | None) -> _DecodeReach:
         firsts = [0 if window is None else max(0, span.length - window) for span in spans]
@@ -177,17 +181,31 @@ class TorchAttention:
         if len(spans) == 1:
             return _DecodeReach(self._reach(spans[0], firsts[0]), None)
         longest = max(counts)
-        slots = np.full((len(spans), longest), NULL_SLOT, dtype=np.int64)
-        for row, (span, first, count) in enumerate(zip(spans, firsts, counts, strict=True)):
-            slots[row, :count] = slot_numbers(span, first, span.length, self._block_size)
+        hidden = np.arange(longest)[None, :] >= np.asarray(counts)[:, None]
+        slots = self._slots_from(spans, firsts, longest)
+        slots[hidden] = NULL_SLOT
         gather = torch.from_numpy(slots.reshape(-1)).to(self._device)
         mask = None
         if min(counts) != longest:
-            hidden = np.arange(longest)[None, :] >= np.asarray(counts)[:, None]
             mask = torch.zeros(len(spans), 1, 1, longest, dtype=self._dtype)
             mask[torch.from_numpy(hidden)[:, None, None, :]] = float("-inf")
             mask = mask.to(self._device)
         return _DecodeReach(_Reach(0, 0, gather), mask)
+
+    def _slots_from(
+        self, spans: Sequence[SequenceSpan], firsts: Sequence[int], count: int
+    ) -> np.ndarray:
+        """Slots of ``count`` tokens of each span from ``firsts`` on, int64 [spans, count].
+
+        All spans at once: a step of many sequences would spend longer on calls than on numbers.
+        Past the end of a block table they are those of block 0.
+        """
+        size = self._block_size
+        tables = np.array(list(zip_longest(*[span.blocks for span in spans], fillvalue=0))).T
+        tokens = np.asarray(firsts)[:, None] + np.arange(count)[None, :]
+        blocks = np.minimum(tokens // size, tables.shape[1] - 1)
+        slots: np.ndarray = np.take_along_axis(tables, blocks, axis=1) * size + tokens % size
+        return slots
 
     def _segments(self, spans: Sequence[SequenceSpan], window: int | None) -> tuple[_Segment, ...]:
         segments: list[_Segment] = []

@@ -43,7 +43,7 @@ def compute_collectives(
                 GroupName.ATTN_CP,
                 Extent.CONTEXT,
                 2 * shards.kv_size,
-                Element.RUN,
+                Element.CACHED,
             ),
         )
         # A sampled row is on one CP rank; all of them need its scores.

@@ -20,8 +20,10 @@ class Footprint:
     kv_per_token: int
 
 
-def footprint(config: DecoderConfig, topology: Topology, itemsize: int) -> Footprint:
-    """The footprint of a rank of ``topology``; ``itemsize`` is that of the run's dtype."""
+def footprint(
+    config: DecoderConfig, topology: Topology, itemsize: int, cached_itemsize: int
+) -> Footprint:
+    """The footprint of a rank of ``topology``, from the bytes of a weight and of a cached value."""
     shards = Shards(config, topology)
     hidden, size = config.hidden_size, shards.intermediate[1] - shards.intermediate[0]
     queries, keys = shards.q_size, shards.kv_size
@@ -37,4 +39,4 @@ def footprint(config: DecoderConfig, topology: Topology, itemsize: int) -> Footp
         layer += 2 * config.head_dim
     table = shards.vocab_rows * hidden
     values = config.num_layers * layer + hidden + table * (1 if config.tied_head else 2)
-    return Footprint(values * itemsize, config.num_layers * 2 * keys * itemsize)
+    return Footprint(values * itemsize, config.num_layers * 2 * keys * cached_itemsize)

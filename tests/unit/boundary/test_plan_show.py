@@ -30,7 +30,7 @@ from layline.comm.groups import CollectiveKind, CollectiveRecord, wire_bytes
 from layline.topology import GroupName, Topology
 
 HIDDEN = 64
-SIZES = ElementSizes(summed=4, run=2, scores=2)
+SIZES = ElementSizes(summed=4, run=2, scores=2, cached=2)
 
 
 def layers(count: int) -> list[Any]:

@@ -11,37 +11,25 @@ from layline.boundary.rows import DpPadding
 from layline.config import DP_PADDINGS, EngineConfig
 from layline.engine.balance import MeshPlan, MeshScheduler, StepRules
 from layline.engine.blocks import BlockPool
+from layline.engine.prefix import PrefixCache
+from layline.engine.request import Request
 from layline.engine.scheduler import Scheduler
 from layline.engine.step import IDLE
 from layline.layers.spans import Phase
+from support.fake_requests import fake_request
 
 BLOCK = 4
 
 
-class FakeRequest:
-    """The part of a request that scheduling looks at."""
-
-    def __init__(self, number: int, prompt: int, most: int) -> None:
-        self.request_id = number
-        self.prompt_ids = tuple(range(prompt))
-        self.output_ids: list[int] = []
-        self.blocks: list[int] = []
-        self.num_computed = 0
-        self.attn_dp = -1
-        self.most_length = prompt + most
-
-    @property
-    def is_prefilled(self) -> bool:
-        return self.num_computed >= len(self.prompt_ids)
-
-
-def requests(*sizes: tuple[int, int]) -> list[Any]:
-    return [FakeRequest(number, *size) for number, size in enumerate(sizes)]
+def requests(*sizes: tuple[int, int]) -> list[Request]:
+    return [fake_request(*size) for size in sizes]
 
 
 def mesh(attn_dp: int, budget: int = 16, **rules: Any) -> MeshScheduler:
     queues = [
-        Scheduler(BlockPool(100), block_size=BLOCK, max_running=8, prefill_tokens=budget)
+        Scheduler(
+            BlockPool(100, PrefixCache()), block_size=BLOCK, max_running=8, prefill_tokens=budget
+        )
         for _ in range(attn_dp)
     ]
     return MeshScheduler(queues, StepRules(**rules))
@@ -57,15 +45,15 @@ def advance(it: MeshScheduler) -> MeshPlan:
     return plan
 
 
-def test_a_request_goes_where_the_fewest_tokens_are_reserved() -> None:
+def test_a_request_goes_where_the_fewest_tokens_are_expected() -> None:
     it = mesh(3)
     made = requests((10, 10), (2, 2), (3, 2), (2, 1), (1, 1), (4, 4))
     for request in made:
         it.add(request)
-    # Reserved before each: 0 0 0 | 20 0 0 | 20 4 0 | 20 4 5 | 20 7 5 | 20 7 7.
+    # Expected before each: 0 0 0 | 20 0 0 | 20 4 0 | 20 4 5 | 20 7 5 | 20 7 7.
     assert [request.attn_dp for request in made] == [0, 1, 2, 1, 2, 1]
     it.remove(made[0])
-    assert it.parts[0].reserved_tokens == 0
+    assert it.parts[0].load == 0
     late = requests((1, 1))[0]
     it.add(late)
     assert late.attn_dp == 0
@@ -97,11 +85,13 @@ def test_the_same_arrivals_give_the_same_steps() -> None:
     def run() -> list[Any]:
         it = mesh(2, budget=5)
         steps = []
-        for request in requests((7, 3), (3, 2), (6, 6), (1, 1)):
+        made = requests((7, 3), (3, 2), (6, 6), (1, 1))
+        for number, request in enumerate(made):
+            request.prompt_ids = tuple(range(100 * number, 100 * number + len(request.prompt_ids)))
             it.add(request)
         for _ in range(6):
             plan = advance(it)
-            steps.append((plan.step, [[r.request_id for r in part] for part in plan.sampling]))
+            steps.append((plan.step, [[made.index(r) for r in part] for part in plan.sampling]))
         return steps
 
     assert run() == run()

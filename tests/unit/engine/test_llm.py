@@ -38,9 +38,9 @@ def llm(directory: Path) -> LLM:
 
 
 def free_blocks(llm: LLM) -> tuple[int, int]:
-    (queue,) = llm._engine._scheduler.parts
-    pool = queue._pool
-    return pool.num_free, pool.capacity
+    """Blocks that no request holds, and all."""
+    stats = llm._engine.stats()
+    return stats.blocks - stats.blocks_held, stats.blocks
 
 
 def loaded_executor(llm: LLM) -> LocalExecutor:

@@ -38,12 +38,14 @@ class Element(Enum):
     """What type the values of a collective have.
 
     SUMMED is that of stages' outputs and of the residual, RUN that of weights and of a norm alone,
-    SCORES that of the head. INPUT stands for whichever of them a compute input arrives in.
+    SCORES that of the head, CACHED that of keys and values. INPUT stands for whichever of them a
+    compute input arrives in.
     """
 
     SUMMED = "summed"
     RUN = "run"
     SCORES = "scores"
+    CACHED = "cached"
     INPUT = "input"
 
 
@@ -54,6 +56,7 @@ class ElementSizes:
     summed: int
     run: int
     scores: int
+    cached: int
 
     def of(self, element: Element) -> int:
         """Bytes of one value."""

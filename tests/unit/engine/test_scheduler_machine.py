@@ -1,0 +1,179 @@
+"""Random submissions, aborts, failed steps and shortages: what must hold after each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from layline.engine.balance import MeshPlan, MeshScheduler, StepRules
+from layline.engine.blocks import BlockPool
+from layline.engine.prefix import PrefixCache
+from layline.engine.request import Request
+from layline.engine.scheduler import Scheduler
+from layline.errors import PromptError
+from layline.layers.spans import Phase
+from support.fake_requests import fake_request
+
+BLOCK = 4
+# Steps in which everything that is left must finish.
+MOST_STEPS = 5000
+
+
+def next_token(known: tuple[int, ...]) -> int:
+    """What a deterministic model would say: the same whoever else runs."""
+    return (sum(known) * 31 + len(known)) % 3
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A mesh of schedulers beside a cache that remembers which tokens each slot was written for."""
+
+    requests: Bundle[Request] = Bundle("requests")
+
+    @initialize(
+        blocks=st.integers(1, 14),
+        running=st.integers(1, 5),
+        budget=st.integers(1, 12),
+        ranks=st.integers(1, 2),
+        shares=st.booleans(),
+    )
+    def start(self, blocks: int, running: int, budget: int, ranks: int, shares: bool) -> None:
+        self.pools = [
+            BlockPool(blocks + 1, PrefixCache() if shares else None) for _ in range(ranks)
+        ]
+        parts = [
+            Scheduler(pool, block_size=BLOCK, max_running=running, prefill_tokens=budget)
+            for pool in self.pools
+        ]
+        self.mesh = MeshScheduler(parts, StepRules())
+        self.running, self.budget = running, budget
+        self.live: dict[int, Request] = {}
+        # By DP rank and slot: the tokens and the salt on which its keys and values depend.
+        self.cache: list[dict[int, tuple[str, tuple[int, ...]]]] = [{} for _ in range(ranks)]
+
+    @rule(
+        target=requests,
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=30),
+        most=st.integers(1, 20),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "a"]),
+    )
+    def submit(self, prompt: list[int], most: int, priority: int, salt: str) -> Request:
+        request = fake_request(prompt, most, priority=priority, salt=salt)
+        fits = -(-(len(prompt) + most - 1) // BLOCK) <= self.pools[0].capacity
+        if fits:
+            self.mesh.add(request)
+            self.live[request.request_id] = request
+        else:
+            with pytest.raises(PromptError, match="but the cache holds"):
+                self.mesh.add(request)
+        return request
+
+    @rule(request=requests)
+    def abort(self, request: Request) -> None:
+        self.mesh.remove(request)
+        self.mesh.remove(request)
+        self.live.pop(request.request_id, None)
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    @rule()
+    def failed_step(self) -> None:
+        """A step that is planned and not completed can be followed by anything."""
+        self.mesh.next_step()
+
+    def step(self) -> None:
+        plan = self.mesh.next_step()
+        assert (plan is None) == (not self.live), "work that no step takes up"
+        if plan is None:
+            return
+        self.check(plan)
+        self.mesh.complete(plan)
+        for rank in plan.sampling:
+            for request in rank:
+                known = (*request.prompt_ids, *request.output_ids)
+                request.output_ids.append(next_token(known))
+                if len(request.output_ids) == request.most_tokens:
+                    self.mesh.remove(request)
+                    del self.live[request.request_id]
+
+    def check(self, plan: MeshPlan) -> None:
+        for part, cache in zip(plan.parts, self.cache, strict=True):
+            if part is None:
+                continue
+            assert part.entries
+            assert len({id(e.request) for e in part.entries}) <= self.running
+            if part.phase is Phase.PREFILL:
+                assert len(part.token_ids) <= self.budget
+            written: Counter[int] = Counter()
+            row = 0
+            for entry in part.entries:
+                request, span = entry.request, entry.span
+                assert request.request_id in self.live
+                known = (*request.prompt_ids, *request.output_ids)
+                stop = row + span.count
+                assert part.token_ids[row:stop] == known[span.start : span.length]
+                row = stop
+                prefills = part.phase is Phase.PREFILL
+                assert prefills == (span.start < len(request.prompt_ids))
+                assert entry.samples == (span.length == len(known))
+                assert 0 not in span.blocks
+                for position in range(span.start, span.length):
+                    slot = span.blocks[position // BLOCK] * BLOCK + position % BLOCK
+                    written[slot] += 1
+                    cache[slot] = (request.cache_salt, known[: position + 1])
+                # Everything that the row attends to is what it should be.
+                for position in range(span.start):
+                    slot = span.blocks[position // BLOCK] * BLOCK + position % BLOCK
+                    assert cache[slot] == (request.cache_salt, known[: position + 1])
+            assert row == len(part.token_ids)
+            assert all(count == 1 for count in written.values()), "two rows write one slot"
+
+    @invariant()
+    def blocks_are_accounted(self) -> None:
+        for rank, pool in enumerate(self.pools):
+            mine = [r for r in self.live.values() if r.attn_dp == rank]
+            held = Counter(block for request in mine for block in request.blocks)
+            assert all(pool.holders(b) == held[b] for b in range(pool.capacity + 1))
+            assert pool.num_free + pool.num_idle + len(held) == pool.capacity
+            assert pool.num_held == len(held)
+            assert held[0] == 0
+            for request in mine:
+                assert len(request.blocks) == len(set(request.blocks))
+                assert request.num_computed <= len(request.blocks) * BLOCK
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        stats = self.mesh.stats
+        assert stats.waiting + stats.running == self.mesh.num_unfinished == len(self.live)
+        assert all(part.stats.running <= self.running for part in self.mesh.parts)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "mesh"):
+            return
+        left = list(self.live.values())
+        for _ in range(MOST_STEPS):
+            if not self.live:
+                break
+            self.step()
+            self.blocks_are_accounted()
+            self.nobody_is_lost()
+        assert not self.live, "requests starve"
+        for request in left:
+            known = request.prompt_ids
+            for token in request.output_ids:
+                assert token == next_token(known)
+                known = (*known, token)
+        assert all(pool.num_available == pool.capacity for pool in self.pools)
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=30, deadline=None
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
