@@ -101,7 +101,10 @@ def test_bench_latency_measures_through_its_worker() -> None:
     assert done.returncode == 0, done.stderr
     engine = json.loads(done.stdout)["engines"]["layline"]
     assert engine["status"] == "measured"
-    assert set(engine) == {
+    # On a busy machine a rate can drown in noise; then it is named, with the reason.
+    unsure = engine.pop("not_measured", {})
+    assert all(metric.startswith("decode") and why for metric, why in unsure.items())
+    assert set(engine) | set(unsure) == {
         "status",
         "version",
         "first_token_s",
