@@ -9,7 +9,12 @@ import pytest
 from layline.boundary.layout import BatchVariant
 from layline.boundary.rows import DpPadding
 from layline.config import DP_PADDINGS, EngineConfig
-from layline.engine.balance import MeshPlan, MeshScheduler, StepRules
+from layline.engine.balance import (
+    PREFILL_BESIDE_DECODES,
+    MeshPlan,
+    MeshScheduler,
+    StepRules,
+)
 from layline.engine.blocks import BlockPool
 from layline.engine.prefix import PrefixCache
 from layline.engine.request import Request
@@ -150,3 +155,87 @@ def test_rules_follow_the_configuration() -> None:
     rules = StepRules.of(config)
     assert rules == StepRules(tp=4, attn_cp=2, padding=DpPadding.SUM_LEN, cp_layout="zigzag")
     assert tuple(padding.value for padding in DpPadding) == DP_PADDINGS
+
+
+def test_a_request_goes_where_its_beginning_is_cached_unless_that_rank_is_busy() -> None:
+    it = mesh(3)
+    text = list(range(40))
+    first = fake_request(text, 1)
+    busy = fake_request(2, 30)
+    it.add(busy)
+    it.add(first)
+    while not first.output_ids:
+        advance(it)
+    it.remove(first)
+    assert (busy.attn_dp, first.attn_dp) == (0, 1)
+    placed = [fake_request([*text[:24], 500 + n], 3) for n in range(4)]
+    for request in placed:
+        it.add(request)
+    # Costs: 32 0-24 0, then 32 28-24 0, 32 28-24 28, 32 56-24 28.
+    assert [request.attn_dp for request in placed] == [1, 2, 1, 2]
+    other = fake_request(text, 1, salt="other")
+    it.add(other)
+    assert other.attn_dp == 0, "another salt finds nothing"
+
+
+def test_prompts_and_decodes_take_turns() -> None:
+    it = mesh(1, budget=8)
+    talking = fake_request(3, 50)
+    it.add(talking)
+    advance(it)
+    it.add(fake_request(100, 1))
+    phases = [advance(it).step.parts[0].phase for _ in range(8)]
+    assert phases == [Phase.DECODE, Phase.PREFILL] * 4
+    assert len(talking.output_ids) == 5
+
+
+def test_a_stream_of_short_requests_elsewhere_starves_nobody() -> None:
+    """Ranks that prefill all the time must not keep another one in decodes, nor in prompts."""
+    it = mesh(3, budget=8)
+    talking, reading = fake_request(3, 200), fake_request(150, 1)
+    it.parts[0].add(talking)
+    it.parts[0].add(reading)
+    for _ in range(60):
+        for rank in (1, 2):
+            it.parts[rank].add(fake_request(5, 2))
+        plan = advance(it)
+        for part in plan.sampling[1:]:
+            for request in part:
+                if len(request.output_ids) == 2:
+                    it.remove(request)
+    assert reading.output_ids
+    assert len(talking.output_ids) > 25
+
+
+def test_prompts_beside_decodes_come_in_smaller_chunks() -> None:
+    it = MeshScheduler.of(EngineConfig(tp=2, attn_dp=2, prefill_tokens=2048), 1000)
+    it.add(fake_request(3000, 1))
+    assert advance(it).step.rows.counts == ((2048,), (0,))
+    it.add(fake_request(3, 10))
+    assert advance(it).step.rows.counts == ((952,), (3,))
+    it.add(fake_request(3000, 1))
+    # Whoever decodes waits for the whole mesh.
+    assert max(advance(it).step.rows.counts) == (PREFILL_BESIDE_DECODES,)
+
+
+def test_statistics_add_up_over_ranks() -> None:
+    it = mesh(2)
+    for request in requests((5, 3), (5, 3), (5, 3)):
+        it.add(request)
+    advance(it)
+    stats = it.stats
+    assert (stats.running, stats.waiting, stats.blocks, stats.blocks_held) == (3, 0, 198, 6)
+
+
+def test_a_configuration_makes_its_schedulers() -> None:
+    for shares, config in ((True, EngineConfig()), (False, EngineConfig(prefix_cache=False))):
+        it = MeshScheduler.of(config, 10)
+        assert it.stats.blocks == 9
+        first, second = fake_request(list(range(40)), 1), fake_request(list(range(40)), 1)
+        for request in (first, second):
+            it.add(request)
+            while not request.output_ids:
+                advance(it)
+            it.remove(request)
+        assert second.num_cached == (32 if shares else 0)
+    assert MeshScheduler.of(EngineConfig(), 10, shares=False).stats.blocks_idle == 0
