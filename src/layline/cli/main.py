@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from layline.cli import chat, doctor, generate, pull, serve
-from layline.cli.bench import boundary, latency
+from layline.cli.bench import boundary, latency, throughput
 from layline.cli.failures import write_traceback
 from layline.cli.grammar import CommandGroup, OneLineCommand, grouped, usage_message
 from layline.cli.output import (
@@ -106,7 +106,11 @@ def build() -> typer.Typer:
         cls=CommandGroup, help="Measure, beside other engines.", rich_markup_mode=None
     )
     bench.callback()(bench_root)
-    for name, measure in (("latency", latency.latency), ("boundary", boundary.boundary)):
+    for name, measure in (
+        ("latency", latency.latency),
+        ("throughput", throughput.throughput),
+        ("boundary", boundary.boundary),
+    ):
         bench.command(name, cls=OneLineCommand, short_help=first_line(measure))(grouped(measure))
     app.add_typer(bench, name="bench")
     return app
