@@ -22,7 +22,7 @@ from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
 from layline.engine.facts import ServedModel
 from layline.engine.launch import launch
 from layline.engine.step import MeshStep
-from layline.errors import UsageError
+from layline.errors import LaylineError, UsageError
 from layline.sampling import SamplingParams
 
 PROMPT_TOKENS = 64
@@ -114,6 +114,10 @@ class TimedExecutor:
     def collectives(self) -> list[list[CollectiveRecord]]:
         """See Executor."""
         return self._executor.collectives()
+
+    def failure(self) -> LaylineError | None:
+        """See Executor."""
+        return self._executor.failure()
 
     def close(self, status: int = 0, /) -> None:
         """See Executor."""
