@@ -5,7 +5,9 @@
     │   ├── ModelNotFoundError              no such name, directory or file
     │   ├── UnsupportedModelError           an architecture or option we do not have
     │   ├── SamplingError                   a sampling value outside its range
-    │   └── PromptError                     empty, too long, or no chat template for it
+    │   ├── PromptError                     empty, too long, or no chat template for it
+    │   ├── PlacementError                  devices that pipeline stages cannot use
+    │   └── UnsplitError                    a loop that does not go with these pipeline stages
     ├── CheckpointError (ValueError)        a file does not hold what it should            exit 2
     │   ├── CorruptFileError                truncated, overlapping, absurd or unreadable
     │   ├── TensorError                     a tensor is missing, unexpected or mis-shaped
@@ -56,6 +58,16 @@ class SamplingError(UsageError):
 
 class PromptError(UsageError):
     """The prompt is empty, too long for the context, or cannot be formatted."""
+
+
+class PlacementError(UsageError):
+    """The devices named for pipeline stages are too few, missing or out of each other's reach."""
+
+
+class UnsplitError(UsageError):
+    """A loop does not go with this pipeline: it has no stage split and weights are remote, or its
+    split needs what the placement does not give.
+    """
 
 
 class CheckpointError(LaylineError, ValueError):

@@ -20,10 +20,18 @@ class Footprint:
     kv_per_token: int
 
 
-def footprint(
-    config: DecoderConfig, topology: Topology, itemsize: int, cached_itemsize: int
-) -> Footprint:
-    """The footprint of a rank of ``topology``, from the bytes of a weight and of a cached value."""
+@dataclass(frozen=True)
+class PartValues:
+    """Values of one rank by part: a layer, the final norm, and the token table at either end."""
+
+    layer: int
+    norm: int
+    table: int
+    kv_per_layer_token: int
+
+
+def part_values(config: DecoderConfig, topology: Topology) -> PartValues:
+    """What each part of a rank of ``topology`` holds."""
     shards = Shards(config, topology)
     hidden, size = config.hidden_size, shards.intermediate[1] - shards.intermediate[0]
     queries, keys = shards.q_size, shards.kv_size
@@ -37,6 +45,15 @@ def footprint(
         layer += 2 * size + hidden
     if config.qk_norm:
         layer += 2 * config.head_dim
-    table = shards.vocab_rows * hidden
-    values = config.num_layers * layer + hidden + table * (1 if config.tied_head else 2)
-    return Footprint(values * itemsize, config.num_layers * 2 * keys * cached_itemsize)
+    return PartValues(layer, hidden, shards.vocab_rows * hidden, 2 * keys)
+
+
+def footprint(
+    config: DecoderConfig, topology: Topology, itemsize: int, cached_itemsize: int
+) -> Footprint:
+    """The footprint of a rank of ``topology``, from the bytes of a weight and of a cached value."""
+    parts = part_values(config, topology)
+    values = config.num_layers * parts.layer + parts.norm
+    values += parts.table * (1 if config.tied_head else 2)
+    kept = config.num_layers * parts.kv_per_layer_token
+    return Footprint(values * itemsize, kept * cached_itemsize)
