@@ -56,11 +56,11 @@ class PipelinePlan:
 
     @property
     def assumes_outputs(self) -> bool:
-        """True when a kernel that only this machine can name decides an output's dtype."""
-        return self.model.facts.packed and self.model.spec.topology.tp == 1
+        """True when this machine's kernels and the phase decide an output's dtype."""
+        return self.model.spec.topology.tp == 1 and widens_outputs(self.model)
 
     def tensor_dtype(self, tensor: CutTensor) -> str:
-        """The dtype of what crosses; outputs of packed matrices are taken to be FP32."""
+        """The dtype of what crosses, the widest where kernels decide."""
         run = self.model.facts.dtype
         return run if crossing_size(self.model, tensor) == ITEMSIZES[run] else "float32"
 
@@ -69,9 +69,14 @@ class PipelinePlan:
         return crossing_bytes(self.model, tensor)
 
 
+def widens_outputs(model: ModelPlan) -> bool:
+    """True where a linear layer may return what it accumulated in; see layers.linear."""
+    return model.room.device == "cpu" and model.facts.dtype == "bfloat16"
+
+
 def crossing_size(model: ModelPlan, tensor: CutTensor) -> int:
-    """Bytes of one value that crosses."""
-    if tensor.element is Element.RUN and model.facts.packed:
+    """Bytes of one value that crosses, the most where kernels decide."""
+    if tensor.element is Element.RUN and widens_outputs(model):
         return 4
     return model.sizes.of(tensor.element)
 

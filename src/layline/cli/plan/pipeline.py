@@ -210,7 +210,8 @@ def cuts_text(plan: PipelinePlan) -> str:
         notes.append(f"Finished by the sender: {', '.join(early)}.")
     if plan.assumes_outputs:
         notes.append(
-            "Outputs of quantised matrices are taken to be float32: this machine's kernels decide."
+            "hidden_states are float32 at most: the phase and this machine's kernels decide, and "
+            "some return bfloat16."
         )
     text = table(rows, frozenset({6}))
     return text + (f"\n{wrapped(' '.join(notes))}" if notes else "")
