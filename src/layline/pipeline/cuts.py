@@ -207,8 +207,9 @@ def _nothing_fits(stack: StackCost, devices: Sequence[StageDevice], search: _Sea
     return (
         f"no cuts into {len(devices)} stages fit: the model needs {readable(sum(held.values()))}, "
         f"its devices have {readable(sum(known))}; the nearest cuts, {listed(fence[1:-1])}, put "
-        f"{readable(held[worst])} on stage {' and '.join(stages)}, which has "
-        f"{readable(limits[worst] or 0)}; expected more stages or devices, or less max_model_len"
+        f"{readable(held[worst])} on stage {' and '.join(stages)}, which has room for "
+        f"{readable(limits[worst] or 0)}; expected more stages, more devices, or a lower "
+        "max_model_len than now"
     )
 
 

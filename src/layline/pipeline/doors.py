@@ -78,7 +78,7 @@ class PipelineFlags:
             if isinstance(given, tuple) or (isinstance(given, int) and given > 1):
                 shown = listed(given) if isinstance(given, tuple) else given
                 raise UsageError(
-                    f"{name} {shown} needs pp_stages, which is 1; expected pp_stages {stages}"
+                    f"{name} {shown} needs more than one stage; expected pp_stages {stages}"
                 )
 
 

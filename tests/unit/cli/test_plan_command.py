@@ -171,7 +171,7 @@ def test_any_size_needs_the_configuration_alone(folder: Any, tmp_path: Path) -> 
         (["--tp", "4", "--attn-dp", "3"], "does not divide"),
         (["--boundary-reduction", "rsx"], "is not one of auto, ar, rs, rsv, rs+rsv"),
         (["--sequence-parallel"], "--sequence-parallel"),
-        (["--draw", "x.svg"], "unknown option '--draw'"),
+        (["--drawn", "x.svg"], "unknown option '--drawn'"),
     ],
 )
 def test_mistakes_are_one_line(layline: Any, folder: Any, arguments: list[str], words: str) -> None:

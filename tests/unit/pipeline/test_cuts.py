@@ -136,10 +136,12 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
         balanced_fence(stack, devices)
     message = str(error.value)
     assert "into 2 stages fit: the model needs 15.0 GiB, its devices have 11.0 GiB" in message
-    assert "the nearest cuts, 4, put 8.0 GiB on stage 0, which has 6.0 GiB" in message
-    assert "expected more stages or devices" in message
+    assert "the nearest cuts, 4, put 8.0 GiB on stage 0, which has room for 6.0 GiB" in message
+    assert "expected more stages, more devices" in message
     shared = [StageDevice(name=0, memory=14 * gib)] * 2
-    with pytest.raises(PlacementError, match=r"15.0 GiB on stage 0 and 1, which has 14.0 GiB"):
+    with pytest.raises(
+        PlacementError, match=r"15.0 GiB on stage 0 and 1, which has room for 14.0 GiB"
+    ):
         balanced_fence(stack, shared)
     with pytest.raises(UsageError, match="pp_stages 7 does not fit the model's 6 layers"):
         balanced_fence(stack, [StageDevice(name=stage) for stage in range(7)])

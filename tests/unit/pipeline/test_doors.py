@@ -374,9 +374,9 @@ def test_a_bad_door_beside_a_flag_stays_off_alone() -> None:
         ({"stages": 13}, "pp_stages 13 does not fit the model's 12 layers; expected 1 to 12"),
         ({"stages": 3, "splits": (5, 12)}, "pp_splits 5,12 does not cut 12 layers into 3"),
         ({"stages": 3, "splits": (5,)}, "pp_splits 5 does not cut"),
-        ({"splits": (5, 6)}, "pp_splits 5,6 needs pp_stages, which is 1; expected pp_stages 3"),
-        ({"devices": (0, 1)}, "pp_devices 0,1 needs pp_stages, which is 1; expected pp_stages 2"),
-        ({"processes": 2}, "pp_processes 2 needs pp_stages"),
+        ({"splits": (5, 6)}, "pp_splits 5,6 needs more than one stage; expected pp_stages 3"),
+        ({"devices": (0, 1)}, "pp_devices 0,1 needs more than one stage; expected pp_stages 2"),
+        ({"processes": 2}, "pp_processes 2 needs more than one stage"),
     ],
 )
 def test_a_bad_flag_is_a_usage_error(flags: dict[str, Any], message: str) -> None:
