@@ -32,7 +32,7 @@ from layline.layers.parallel import (
     sliced_rows,
 )
 from layline.layers.rope import RotaryTable
-from layline.layers.spans import Phase
+from layline.layers.spans import Phase, StepPhase
 from layline.models.config import DecoderConfig
 from layline.models.loader import ModelLoader
 from layline.models.parallel import Shards
@@ -313,7 +313,7 @@ class Decoder:
         return self._rotary.is_dynamic
 
     def rotations(
-        self, phase: Phase, positions: torch.Tensor, lengths: torch.Tensor | None
+        self, phase: StepPhase, positions: torch.Tensor, lengths: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [tokens, 1, head_dim] for ``positions`` [tokens], in heads' dtype."""
         dtype = self.layers[0].self_attn.qkv_proj.output_dtype(phase)
