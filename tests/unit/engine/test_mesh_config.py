@@ -16,7 +16,7 @@ from layline.engine.executor import RowSpec, SamplingRows
 from layline.engine.launch import launch
 from layline.engine.step import RankStep
 from layline.errors import UsageError
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import SequenceSpan
 from layline.sampling import SamplingParams
 from support.tiny import save_tiny
 
@@ -139,7 +139,7 @@ def test_a_world_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(rows: SamplingRows, fed: int, index: int) -> tuple[int, float]:
-    part = RankStep(Phase.DECODE, (SequenceSpan(4, 1, [1], 5),), (fed,), (True,))
+    part = RankStep(1, (SequenceSpan(4, 1, [1], 5),), (fed,), (True,))
     (state,) = rows.at(part, [SampleRow(0, index)])
     return state.num_produced, state.uniform()
 

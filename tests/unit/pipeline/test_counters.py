@@ -15,7 +15,7 @@ from layline.pipeline.schedule import wavefront
 relaxed = settings(max_examples=200, deadline=None, database=None)
 
 
-def test_every_loop_counts_its_splits() -> None:  # pipeline G53
+def test_every_loop_counts_its_splits() -> None:
     counters = Counters()
     before = counters.snapshot()
     for count, loop in enumerate(LOOPS, start=1):
@@ -57,7 +57,7 @@ def test_threads_lose_no_count() -> None:
 @relaxed
 @given(st.integers(1, 5), st.integers(1, 9))
 def test_a_full_pipeline_overlaps_at_every_later_stage(stages: int, chunks: int) -> None:
-    # pipeline G47
+
     counters = Counters()
     watch = WalkerWatch(counters)
     turns = list(wavefront(stages, chunks))
@@ -69,7 +69,7 @@ def test_a_full_pipeline_overlaps_at_every_later_stage(stages: int, chunks: int)
     assert counters["prime_pipe_overlaps"] == (stages - 1) * (chunks - 1)
 
 
-def test_one_walker_after_the_other_does_not_overlap() -> None:  # pipeline G47
+def test_one_walker_after_the_other_does_not_overlap() -> None:
     counters = Counters()
     watch = WalkerWatch(counters)
     for turn in wavefront(2, 6):

@@ -94,7 +94,7 @@ APART = Placement((0, 1), (0, 0))
 TOGETHER = Placement((0, 1, 0), (0, 0, 0))
 
 
-def test_deferred_decode_needs_a_device_for_each_stage() -> None:  # pipeline G38
+def test_deferred_decode_needs_a_device_for_each_stage() -> None:
     refuse_deferred(APART)
     with pytest.raises(UnsplitError, match="stages 0, 2 on device 0"):
         refuse_deferred(TOGETHER)

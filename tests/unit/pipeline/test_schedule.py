@@ -140,7 +140,7 @@ def test_a_wavefront_does_all_work_in_order(stages: int, items: int) -> None:
         if item:
             assert place[stage, item - 1] < index
         if stage + 1 < stages and item >= 2:
-            # pipeline G24: the read of a slot is issued before the send that uses it again.
+            # The read of a slot is issued before the send that uses it again.
             assert place[stage + 1, item - 2] < index
     ticks = {(turn.tick, turn.stage) for turn in turns}
     assert len(ticks) == len(turns), "a stage does one thing in a tick"
