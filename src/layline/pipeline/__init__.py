@@ -1,0 +1,1 @@
+"""Cuts between pipeline stages: streams, slots, transports and who waits for whom."""
