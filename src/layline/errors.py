@@ -21,7 +21,7 @@
         ├── CellNotReadyError                   a task's result was read before it was there
         ├── OverloadedError                     more requests wait than may
         ├── StoppingError                       the engine ends and takes nothing new
-        └── TransferError                       a cut's protocol was broken, or its other end is gone
+        └── TransferError                       a cut's protocol was broken, or a peer is gone
 
 The command line prints the message as one line and exits with ``exit_status``.
 """

@@ -1,9 +1,9 @@
 """A race checker: vector clocks over streams and the host, fed by what streams record.
 
-What the host issues, in which order, decides what happens before what; timing has no part in it. Two
-accesses to one buffer, at least one of them a write, must be ordered. Declared accesses count where
-they were issued. Beside them, tensors of buffers that were announced are watched while tasks run, so
-that an access which nobody declared counts too.
+What the host issues, in which order, decides what happens before what; timing has no part in it.
+Two accesses to one buffer, at least one of them a write, must be ordered. Declared accesses count
+where they were issued. Beside them, tensors of buffers that were announced are watched while tasks
+run, so that an access which nobody declared counts too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HappensBefore:
         self._clocks: dict[str, Clock] = {HOST: {}}
         self._records: dict[object, Clock] = {}
         self._of_operation: dict[Operation, tuple[int, Clock]] = {}
-        self._accesses: dict[Buffer, list[Access]] = {}
+        self._accesses: dict[Buffer, dict[tuple[str, int, bool], Access]] = {}
         # The storage keeps its address from being given away again.
         self._memory: dict[int, tuple[Buffer, Any]] = {}
 
@@ -128,14 +128,13 @@ class HappensBefore:
     def _add(self, operation: Operation | None, buffer: Buffer, *, writes: bool) -> None:
         access = self._access(operation, writes)
         self.num_accesses += 1
-        others = self._accesses.setdefault(buffer, [])
-        for other in others:
-            if other.stream != access.stream and (other.writes or writes):
-                # Either may have been noted first: results are read while tasks run.
-                if not access.after(other) and not other.after(access):
-                    self.races.append(f"{buffer.name}: {other} and {access} are not ordered")
-        if access not in others:
-            others.append(access)
+        others = self._accesses.setdefault(buffer, {})
+        for other in others.values():
+            # Either may have been noted first: results are read while tasks run.
+            ordered = other.stream == access.stream or access.after(other) or other.after(access)
+            if (other.writes or writes) and not ordered:
+                self.races.append(f"{buffer.name}: {other} and {access} are not ordered")
+        others[access.stream, access.tick, writes] = access
 
     def _access(self, operation: Operation | None, writes: bool) -> Access:
         if operation is None:
