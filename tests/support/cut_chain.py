@@ -10,12 +10,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layline.pipeline.access import Buffer
 from layline.pipeline.cells import Cell
+from layline.pipeline.device import StageDevice
 from layline.pipeline.payload import Payload, room_for
 from layline.pipeline.readback import PendingLogits
 from layline.pipeline.streams import Stream, Streams
@@ -94,12 +97,8 @@ class Chain:
 
     def pending(self, cell: Cell[Payload]) -> PendingLogits:
         last = self.stages[-1].stream
-        logits = last.run(
-            lambda: cell.get()["hidden_states"].clone(), reads=cell.buffers, label="logits"
-        )
-        return PendingLogits(
-            logits, last, self.readback, self.streams, faults=self.options.faults
-        )
+        logits = last.run(partial(_logits, cell), reads=cell.buffers, label="logits")
+        return PendingLogits(logits, last, self.readback, self.streams, faults=self.options.faults)
 
     def run(self, inputs: Sequence[Tensor], *, window: int = 1, overlap: bool = False) -> Run:
         """All steps, with at most ``window`` that have not been read back."""
@@ -130,6 +129,10 @@ def _compute(stage: Stage, incoming: Cell[Payload] | None, x: Tensor | None) -> 
     return stage.compute({"hidden_states": x.to(stage.stream.device.torch_device)})
 
 
+def _logits(cell: Cell[Payload]) -> Tensor:
+    return cell.get()["hidden_states"].clone()
+
+
 def steps(num_steps: int, *, seed: int = 0, most_rows: int = 5) -> list[Tensor]:
     """Inputs [rows, WIDTH] of uneven rows, wide ones first and last."""
     generator = torch.Generator().manual_seed(seed)
@@ -140,10 +143,8 @@ def steps(num_steps: int, *, seed: int = 0, most_rows: int = 5) -> list[Tensor]:
 def reference(inputs: Sequence[Tensor], num_stages: int) -> list[Tensor]:
     """The same steps one after the other in this thread, without streams or cuts."""
 
-    class Here:
-        device = _Here()
-
-    stages = [Stage(number, Here()) for number in range(num_stages)]  # type: ignore[arg-type]
+    here: Any = SimpleNamespace(device=StageDevice("cpu", 0))
+    stages = [Stage(number, here) for number in range(num_stages)]
     outputs = []
     with torch.inference_mode():
         for x in inputs:
@@ -152,10 +153,6 @@ def reference(inputs: Sequence[Tensor], num_stages: int) -> list[Tensor]:
                 payload = stage.compute(payload)
             outputs.append(payload["hidden_states"])
     return outputs
-
-
-class _Here:
-    torch_device = torch.device("cpu")
 
 
 def same_bits(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:

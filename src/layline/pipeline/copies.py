@@ -67,6 +67,8 @@ class PeerCopy:
         here, there = self._devices
         # Made in the producer's order, and freed for that order alone.
         source = source.contiguous()
+        if source.nbytes == 0:
+            return
         self._calls.copy_peer(
             (target.data_ptr(), there),
             (source.data_ptr(), here),
