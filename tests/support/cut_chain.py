@@ -140,18 +140,19 @@ def steps(num_steps: int, *, seed: int = 0, most_rows: int = 5) -> list[Tensor]:
     return [torch.randn(n, WIDTH, generator=generator) for n in rows]
 
 
-def reference(inputs: Sequence[Tensor], num_stages: int) -> list[Tensor]:
+def reference(
+    inputs: Sequence[Tensor], num_stages: int, device: StageDevice | None = None
+) -> list[Tensor]:
     """The same steps one after the other in this thread, without streams or cuts."""
-
-    here: Any = SimpleNamespace(device=StageDevice("cpu", 0))
+    here: Any = SimpleNamespace(device=device or StageDevice("cpu", 0))
     stages = [Stage(number, here) for number in range(num_stages)]
     outputs = []
     with torch.inference_mode():
         for x in inputs:
-            payload: Payload = {"hidden_states": x}
+            payload: Payload = {"hidden_states": x.to(here.device.torch_device)}
             for stage in stages:
                 payload = stage.compute(payload)
-            outputs.append(payload["hidden_states"])
+            outputs.append(payload["hidden_states"].cpu())
     return outputs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from layline.errors import TransferError
 
 # "hidden_states", and "residual" where an update is pending; any other tensors alike.
-Payload = Mapping[str, Tensor]
+Payload = dict[str, Tensor]
 
 # Every tensor starts at a multiple: enough for any dtype's view and for the widest vector loads.
 ALIGNMENT = 64
