@@ -20,8 +20,10 @@
     ├── KernelError (RuntimeError)          no native kernels; never leaves, torch's run   exit 3
     └── RunError (RuntimeError)             the run itself failed                          exit 3
         ├── CollectiveError                     ranks disagree, or a peer does not answer
+        ├── CellNotReadyError                   a task's result was read before it was there
         ├── OverloadedError                     more requests wait than may
-        └── StoppingError                       the engine ends and takes nothing new
+        ├── StoppingError                       the engine ends and takes nothing new
+        └── TransferError                       a cut's protocol was broken, or a peer is gone
 
 The command line prints the message as one line and exits with ``exit_status``.
 """
@@ -128,6 +130,14 @@ class OverloadedError(RunError):
 
 class StoppingError(RunError):
     """The engine is ending: it takes no new requests, or had to end this one."""
+
+
+class CellNotReadyError(RunError):
+    """A stream task's result was read before the task had run."""
+
+
+class TransferError(RunError):
+    """What crosses a cut was issued out of order, does not fit, or did not come."""
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
