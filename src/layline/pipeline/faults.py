@@ -38,6 +38,20 @@ class Fault(StrEnum):
     DROP_READBACK_WAIT = "drop_readback_wait"
     # Reading one step back waits for all steps: equal bits, no overlap.
     DRAIN_ALL_STEPS = "drain_all_steps"
+    # All stages compute in the first one's scratch memory.
+    SHARED_SCRATCH = "shared_scratch"
+    # Stages do not wait for the caller's point before they walk.
+    DROP_ENTRY_FENCE = "drop_entry_fence"
+    # The caller uses a result that the last stage has not computed.
+    DROP_PUBLISH = "drop_publish"
+    # Stages walk over a cache that is still being cleared.
+    DROP_BIRTH_BARRIER = "drop_birth_barrier"
+    # The first step reads weights that are still being loaded.
+    DROP_LOAD_BARRIER = "drop_load_barrier"
+    # Every walk is unsplit: equal bits, and nothing of a pipeline.
+    NEVER_SPLIT = "never_split"
+    # Chunks go through the pipeline one at a time: equal bits, no overlap.
+    SERIAL_CHUNKS = "serial_chunks"
 
 
 @dataclass(frozen=True)
