@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from layline.errors import TransferError
 from layline.pipeline.controllers import Listed, ScriptedController
 from layline.pipeline.copies import choose_transport
 from layline.pipeline.device import StageDevice
-from layline.pipeline.payload import ALIGNMENT, Payload, layout_of, room_for
+from layline.pipeline.payload import ALIGNMENT, Layout, Payload, layout_of, room_for
 from layline.pipeline.streams import Stream, make_streams
 from layline.pipeline.transport import Boundary, CutOptions
 from support.happens_before import HappensBefore
@@ -284,14 +285,19 @@ def test_a_stage_that_raises_is_heard_of_behind_every_cut() -> None:
 def test_unread_memory_is_poison(cut: Cut) -> None:
     """A new slot, and one that has been read, hold NaN: reading them shows."""
     seen: list[Tensor] = []
-    cut.boundary.deliver(
-        lambda layout, memory: seen.append(memory), cut.send({"hidden_states": rows(1)}, room=512)
-    )
+    untouched: list[Tensor] = []
+
+    def take(layout: Layout, memory: Tensor) -> None:
+        seen.append(memory)
+        untouched.append(memory[layout.size :].clone())
+
+    cut.boundary.deliver(take, cut.send({"hidden_states": rows(1)}, room=512))
     cut.receiver.synchronize(WAIT_S)
-    (memory,) = seen
-    assert memory.numel() == 512
-    assert memory.view(torch.float32).isnan().all()
-    assert memory.view(torch.bfloat16).isnan().all()
+    assert seen[0].numel() == 512
+    assert untouched[0].numel() == 512 - 2 * ALIGNMENT
+    for memory in (seen[0], untouched[0]):
+        assert memory.view(torch.float32).isnan().all()
+        assert memory.view(torch.bfloat16).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -325,7 +331,7 @@ def test_nothing_goes_between_kinds_of_devices() -> None:
 
 
 class FakeCuda:
-    """CudaCalls that remember; ``access`` has the pairs that reach each other."""
+    """CudaCalls that remember, and copy within the CPU's memory; ``access`` has the pairs that reach each other."""
 
     def __init__(self, *access: tuple[int, int]) -> None:
         self.access = access
@@ -342,6 +348,7 @@ class FakeCuda:
         self, target: tuple[int, int], source: tuple[int, int], size: int, stream: int
     ) -> None:
         self.copied.append((target, source, size, stream))
+        ctypes.memmove(target[0], source[0], size)
 
 
 @pytest.mark.parametrize("access", [(), ((0, 1),), ((1, 0),)])
@@ -367,8 +374,11 @@ def test_a_peer_copy_takes_the_producers_stream_and_whole_tensors() -> None:
     target, source = torch.zeros(3, 6), rows(1)
     transport.copy(target, source, OnStream())  # type: ignore[arg-type]
     assert calls.copied == [((target.data_ptr(), 0), (source.data_ptr(), 1), 72, 4711)]
+    assert torch.equal(target, source)
     # Columns of a wider tensor are gathered first; empty tensors need no call.
-    transport.copy(target[:, :2], rows(1)[:, :2], OnStream())  # type: ignore[arg-type]
+    narrow = torch.zeros(3, 2)
+    transport.copy(narrow, source[:, :2], OnStream())  # type: ignore[arg-type]
     assert calls.copied[-1][2] == 24
+    assert torch.equal(narrow, source[:, :2])
     transport.copy(target[:0], source[:0], OnStream())  # type: ignore[arg-type]
     assert len(calls.copied) == 2
