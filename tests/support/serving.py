@@ -68,6 +68,7 @@ def client_on(service: Service, **options: Any) -> Iterator[Any]:
     """Asks the application without a socket."""
     from starlette.testclient import TestClient
 
+    options = {"base_url": "http://127.0.0.1", **options}
     with TestClient(build_app(service), **options) as client:
         yield client
 

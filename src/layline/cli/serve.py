@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +12,9 @@ from layline.cli import session
 from layline.cli.options import ModelArgument, ModelOption, RunOptions, choice_option
 from layline.cli.output import write_line
 from layline.cli.values import integer, seconds, size
-from layline.config import DEFAULT_MODEL, api_keys_environment
+from layline.config import DEFAULT_MODEL, api_keys_environment, shorten
 from layline.errors import UsageError
+from layline.serve.hosts import ANY, host_of
 from layline.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -81,6 +82,15 @@ class ServeOptions:
         list[str],
         typer.Option("--cors-origin", metavar="ORIGIN", help="a site that may ask; repeatable"),
     ] = field(default_factory=list)
+    allowed_host: Annotated[
+        list[str],
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="a name that clients may call the server by; repeatable",
+            show_default="names and addresses of this machine",
+        ),
+    ] = field(default_factory=list)
     max_body: Annotated[
         int,
         typer.Option(
@@ -117,7 +127,8 @@ class ServeOptions:
             api_keys=self.keys(),
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
-            cors_origins=tuple(self.cors_origin),
+            cors_origins=tuple(checked_origin(origin) for origin in self.cors_origin),
+            allowed_hosts=tuple(checked_host(name) for name in self.allowed_host),
             max_body=self.max_body,
             max_waiting=self.max_waiting,
             header_timeout_s=self.header_timeout,
@@ -162,6 +173,7 @@ def serve(
     logs.configure(options.log_level, as_json=options.log_json)
     # Before the model: a port that is taken must not cost the time to load.
     with server.bind(settings.host, settings.port) as sock:
+        settings = replace(settings, address=str(sock.getsockname()[0]))
         announce(name, run, settings)
         with session.open_llm(name, run) as llm:
             server.listen(sock, settings.host, settings.port)
@@ -225,6 +237,28 @@ def announce(model: str, run: RunOptions, settings: ServeSettings) -> None:
     )
     for line in safety_lines(settings):
         log.warning(line)
+
+
+def checked_host(name: str) -> str:
+    """A name as a Host header has it, without a port. Raises UsageError."""
+    found = name if name == ANY else host_of(name)
+    if found is None or (found != ANY and name.strip("[]").removesuffix(".").lower() != found):
+        raise UsageError(
+            f"--allowed-host {shorten(name)} is no name of a host; expected one without scheme and "
+            "port, such as models.example.org, or '*' for any"
+        )
+    return found
+
+
+def checked_origin(origin: str) -> str:
+    """An origin as a browser sends it. Raises UsageError."""
+    scheme, separator, authority = origin.rstrip("/").lower().partition("://")
+    if origin != ANY and not (separator and scheme and host_of(authority)):
+        raise UsageError(
+            f"--cors-origin {shorten(origin)} is no origin; expected scheme, name and port, such "
+            "as https://app.example.org or http://localhost:3000, or '*' for any"
+        )
+    return origin if origin == ANY else f"{scheme}://{authority}"
 
 
 def served_name(model: str) -> str:

@@ -33,6 +33,7 @@ from layline.serve.requests import (
 )
 from layline.serve.responses import Detokenized, Health, Model, ModelList, Tokenized
 from layline.serve.service import Service
+from layline.serve.sites import Sites
 from layline.serve.unsupported import refuse_embeddings
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -60,7 +61,8 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    observed = Observed(app, frozenset(route.path for route in routes))
+    sites = Sites(app, service.settings)
+    observed = Observed(sites, frozenset(route.path for route in routes))
     endpoints.metrics = Metrics(service.engine, lambda: observed.requests)
     return observed
 

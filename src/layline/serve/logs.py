@@ -11,14 +11,15 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class PlainFormatter(logging.Formatter):
-    """``time level message [request id]``."""
+    """``time level [rank] message [request id]``."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One record."""
         fields = getattr(record, "fields", {})
         request = f" [{fields['request_id']}]" if "request_id" in fields else ""
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        return f"{stamp} {record.levelname.lower()} {record.getMessage()}{request}"
+        rank = f" [rank {fields['rank']}]" if "rank" in fields else ""
+        return f"{stamp} {record.levelname.lower()}{rank} {record.getMessage()}{request}"
 
 
 class JsonFormatter(logging.Formatter):

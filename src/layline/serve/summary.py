@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from ipaddress import ip_address
 from typing import Any
 
 from layline.config import EngineConfig
@@ -95,20 +94,12 @@ def physical_memory() -> int:
 
 def safety_lines(settings: ServeSettings) -> Iterator[str]:
     """What an operator should know of how open the server is."""
-    if not is_loopback(settings.host) and not settings.api_keys:
+    if not settings.is_local and not settings.api_keys:
         yield (
             f"{settings.host} can be reached from other machines and no API key is set: anyone "
             "there can use this server; set --api-key-file"
         )
     if "*" in settings.cors_origins:
         yield "--cors-origin '*' lets every web site ask this server"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+    if "*" in settings.allowed_hosts:
+        yield "--allowed-host '*' lets web sites reach this server under names of their own"

@@ -13,9 +13,9 @@ import pytest
 from layline.cli.options import RunOptions
 from layline.cli.serve import ServeOptions, announce, require_packages, served_name
 from layline.errors import UsageError
+from layline.serve.hosts import is_loopback
 from layline.serve.server import bind, url_of
 from layline.serve.settings import ServeSettings
-from layline.serve.summary import is_loopback
 from support.serving import save_talker
 
 

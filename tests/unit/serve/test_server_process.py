@@ -144,7 +144,7 @@ def raw(server: Server) -> socket.socket:
 
 def post(body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -214,7 +214,7 @@ def test_late_headers_and_bodies_end_the_connection(checkpoint: Any, tmp_path: P
                 assert sock.recv(100) == b"", "closed without a word"
         with raw(server) as sock:
             # A second head on a connection that is kept: its first byte starts the clock again.
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while b'"ok"' not in answer:
                 answer += sock.recv(4096)
