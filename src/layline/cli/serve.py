@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from layline.cli import session
 from layline.cli.options import ModelArgument, ModelOption, RunOptions, choice_option
 from layline.cli.output import write_line
 from layline.cli.values import integer, seconds, size
-from layline.config import DEFAULT_MODEL, api_keys_environment, shorten
+from layline.config import DEFAULT_MODEL, EngineConfig, api_keys_environment, shorten
 from layline.errors import UsageError
 from layline.serve.hosts import ANY, host_of
 from layline.serve.settings import ServeSettings
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import socket
 
     from layline.engine.llm import LLM
+    from layline.engine.planned import ModelPlan
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
@@ -174,19 +176,22 @@ def serve(
     # Before the model: a port that is taken must not cost the time to load.
     with server.bind(settings.host, settings.port) as sock:
         settings = replace(settings, address=str(sock.getsockname()[0]))
-        announce(name, run, settings)
+        planned = announce(name, run, settings)
+        begin = perf_counter()
         with session.open_llm(name, run) as llm:
+            logs.tell_loaded(llm, perf_counter() - begin)
             server.listen(sock, settings.host, settings.port)
-            return serve_on(sock, llm, settings)
+            return serve_on(sock, llm, settings, planned)
 
 
-def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings) -> int:
-    """Serve a loaded model on a listening socket; the exit status."""
+def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings, planned: ModelPlan) -> int:
+    """Serve a loaded model, as it was planned, on a listening socket; the exit status."""
     from layline.engine.async_engine import AsyncEngine
     from layline.serve import server
     from layline.serve.app import build_app
+    from layline.serve.page.description import describe
     from layline.serve.service import Service
-    from layline.serve.summary import about
+    from layline.serve.summary import usable_kv_bytes
 
     def ready() -> None:
         write_line(f"serving {settings.model_name} at {server.url_of(sock)}")
@@ -203,7 +208,8 @@ def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings) -> int:
         tokenizer=llm.tokenizer,
         max_model_len=llm.max_model_len,
         settings=settings,
-        about=about(llm.facts, llm.engine_config),
+        about=describe(planned, llm.engine_config),
+        kv_bytes=usable_kv_bytes(llm),
     )
     serving = server.Serving(build_app(service), settings, ready)
     try:
@@ -214,12 +220,12 @@ def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings) -> int:
     return status
 
 
-def announce(model: str, run: RunOptions, settings: ServeSettings) -> None:
-    """Log what will run and whether it fits, before anything is loaded."""
+def announce(model: str, run: RunOptions, settings: ServeSettings) -> ModelPlan:
+    """Log what will run and whether it fits, before anything is loaded; the plan."""
     import logging
 
     from layline.engine.planned import open_plan
-    from layline.serve.summary import plan_lines, safety_lines
+    from layline.serve.summary import effective, plan_lines, safety_lines
 
     log = logging.getLogger("layline.serve")
     keywords = run.keywords()
@@ -227,9 +233,10 @@ def announce(model: str, run: RunOptions, settings: ServeSettings) -> None:
         planned = open_plan(model, keywords, "ordinary")
     except UsageError as error:
         raise type(error)(session.with_flags(str(error))) from None
-    for level, line in plan_lines(planned, keywords):
+    engine = EngineConfig(**{**keywords, "model": model})
+    for level, line in plan_lines(planned, engine):
         log.log(logging.getLevelName(level), line)
-    shown = {**settings.shown(), **keywords}
+    shown = effective(planned, engine, settings)
     log.info(
         "configuration: %s",
         " ".join(f"{name}={value}" for name, value in shown.items()),
@@ -237,6 +244,7 @@ def announce(model: str, run: RunOptions, settings: ServeSettings) -> None:
     )
     for line in safety_lines(settings):
         log.warning(line)
+    return planned
 
 
 def checked_host(name: str) -> str:

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from layline.serve.accounts import Accounts, Bucket, key_name, tenant_of
+from layline.serve.page import FILES
 from layline.serve.problems import ApiError
 from layline.serve.settings import ServeSettings
 from support.serving import NAME, client_on, service_on
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": NAME, "prompt": "w1", "max_tokens": 2}
-PATHS = ["/", "/metrics", "/status.json", "/status.js", "/v1/models", "/openapi.json", "/nothing"]
+PATHS = [
+    *("/", "/metrics", "/status.json", "/plan.json", "/page/main.js", "/page/style.css"),
+    *("/v1/models", "/openapi.json", "/nothing"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,10 @@ def test_health_is_open_and_completions_are_not(locked: Any) -> None:
 
 
 def test_a_browser_gives_the_key_as_a_password(locked: Any) -> None:
-    assert locked.get("/").headers["www-authenticate"].startswith("Basic ")
+    for path in FILES:
+        assert locked.get(path).headers["www-authenticate"].startswith("Basic ")
+    # Scripts ask again and again, and must not bring the dialog up each time.
+    assert locked.get("/status.json").headers["www-authenticate"] == "Bearer"
     assert locked.get("/", auth=("", "first")).status_code == 200
     assert locked.get("/", auth=("first", "")).status_code == 401
     assert locked.get("/", headers={"authorization": "Basic !"}).status_code == 401

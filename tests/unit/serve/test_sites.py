@@ -11,7 +11,7 @@ from support.serving import NAME, client_on, service_on
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": NAME, "prompt": "w1", "max_tokens": 2}
-PATHS = ["/", "/metrics", "/status.json", "/plan.json", "/status.js", "/health", "/v1/models"]
+PATHS = ["/", "/metrics", "/status.json", "/plan.json", "/page/main.js", "/health", "/v1/models"]
 OURS = ["127.0.0.1", "127.0.0.1:8000", "LOCALHOST:8000", "localhost.", "[::1]:8000", "127.8.9.1"]
 STRANGE = [
     *("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"),
