@@ -10,7 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from layline.serve.logs import JsonFormatter, PlainFormatter
+from layline.errors import RunError
+from layline.serve.logs import JsonFormatter, PlainFormatter, tell_notes
 from support.serving import NAME, Server, serving, wait_for
 
 MARKER = "xyzzymarkerxyzzy"
@@ -71,6 +72,22 @@ def test_nothing_a_client_wrote_is_logged(
     assert "404" in line, "all of it is in one line"
     if form:
         assert all(isinstance(json.loads(line), dict) for line in text.splitlines())
+
+
+def test_what_a_rank_printed_is_logged_as_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    cause = RunError("rank 1 (attention DP 0, TP 1) ended unexpectedly")
+    cause.add_note("rank 1 (attention DP 0, TP 1) printed:\nout of memory\nat step 3")
+    try:
+        raise RunError(*cause.args) from cause
+    except RunError as error:
+        with caplog.at_level(logging.ERROR, logger="layline.serve"):
+            tell_notes(error)
+    plain = [PlainFormatter().format(each).split(" ", 1)[1] for each in caplog.records]
+    assert plain == [
+        "error [rank 1] rank 1 (attention DP 0, TP 1) printed:",
+        "error [rank 1] out of memory",
+        "error [rank 1] at step 3",
+    ]
 
 
 def record(**fields: Any) -> logging.LogRecord:

@@ -340,6 +340,30 @@ def test_a_lost_rank_is_told_to_every_client(
         assert not any(rank.is_running() for rank in ranks)
 
 
+def test_ranks_report_their_times_and_are_named_in_the_log(checkpoint: Any, tmp_path: Path) -> None:
+    with serving(checkpoint[0], tmp_path, *FLAGS, "--tp", "2", "--log-json") as server:
+        found = server.metrics()
+        blocks = found["layline_kv_blocks"]
+        # 3 layers, keys and values, 2 heads of 8 FP32 values, 16 tokens; each rank has one head.
+        assert found["layline_kv_bytes"] == blocks * 3 * 2 * 2 * 8 * 4 * 16
+        sdk(server).completions.create(model=NAME, prompt="w1", max_tokens=5)
+        wait_for(lambda: is_idle(server))
+        after = server.metrics()
+        steps = after["layline_steps_total"]
+        assert steps >= 1
+        parts = ("schedule", "prepare", "execute", "sample", "wire", "deliver")
+        for label in [*[f'part_seconds_count{{part="{part}"}}' for part in parts]]:
+            wait_for(lambda name=label: server.metrics()[f"layline_step_{name}"] == steps)
+        assert after['layline_stage_seconds_count{stage="0"}'] == steps
+        for part in ("prepare", "execute", "sample"):
+            assert after[f'layline_step_part_seconds_sum{{part="{part}"}}'] > 0
+        server.stop()
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        loaded = [line["rank"] for line in lines if "of weights" in line["message"]]
+        assert [rank for rank in loaded if rank is not None] == [0, 1]
+        assert any(line["message"].startswith("loaded in ") for line in lines)
+
+
 def test_a_rank_that_dies_while_nothing_runs(checkpoint: Any, tmp_path: Path) -> None:
     with serving(checkpoint[0], tmp_path, *FLAGS, "--tp", "2") as server:
         assert httpx2.get(f"{server.url}/health").json() == {"status": "ok"}
