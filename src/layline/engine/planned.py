@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +47,7 @@ class ModelPlan:
     ``lines`` are those of a step in the order in which ranks run them. ``packed_head`` is the
     encoding of a head that stays quantised: which kernel this machine has for it decides what its
     scores are, so ``sizes`` are ``assumed`` until the kernels have been asked. ``room`` is what
-    the device has for a rank.
+    the device has for a rank, ``weights_format`` how the checkpoint stores its matrices.
     """
 
     facts: ModelFacts
@@ -58,6 +59,7 @@ class ModelPlan:
     room: Room
     packed_head: str | None = None
     assumed: bool = False
+    weights_format: str = ""
 
     def with_sizes(self, sizes: ElementSizes) -> ModelPlan:
         """The same plan with what this machine's kernels return."""
@@ -125,6 +127,7 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
         facts = resolve(engine, checkpoint)
         layers = linked_layers(facts, checkpoint.config)
         head = packed_head(facts, checkpoint)
+        stored = weights_format(checkpoint)
     finally:
         checkpoint.close()
     plan = ModelPlan(
@@ -137,6 +140,7 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
         room=room_for(engine, facts.spec.topology),
         packed_head=head,
         assumed=head is not None,
+        weights_format=stored,
     )
     return replace(plan, lines=plan._lines_of(plan.kind))
 
@@ -153,6 +157,13 @@ def packed_head(facts: ModelFacts, checkpoint: Checkpoint) -> str | None:
         name = "model.embed_tokens.weight"
     encoding = infos[name].encoding
     return None if encoding in PLAIN_ENCODINGS else encoding
+
+
+def weights_format(checkpoint: Checkpoint) -> str:
+    """The kind of checkpoint and the encodings of its matrices: ``gguf: 180 Q4_1, 31 Q6_K``."""
+    counts = Counter(info.encoding for info in checkpoint.infos().values() if len(info.shape) > 1)
+    stored = ", ".join(f"{count} {encoding}" for encoding, count in counts.most_common())
+    return f"{checkpoint.kind}: {stored}" if stored else checkpoint.kind
 
 
 def linked_layers(
