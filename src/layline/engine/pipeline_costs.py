@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from layline.config import EngineConfig
 from layline.engine.planned import ITEMSIZES, PREFILL_TOKENS, ModelPlan
+from layline.layers.kv_types import head_bytes
 from layline.models.footprint import part_values
 from layline.models.parallel import Shards
 from layline.pipeline.cuts import StageDevice, StageShare
@@ -54,7 +55,7 @@ def stack_shape(model: ModelPlan, device: str) -> StackShape:
             weights=parts.layer,
             multiplied=parts.layer,
             attended=attended,
-            cached=parts.kv_per_layer_token,
+            cached=parts.cached_heads,
             window=window,
         )
         for window in config.windows
@@ -64,7 +65,7 @@ def stack_shape(model: ModelPlan, device: str) -> StackShape:
         embedding=PartShape(weights=parts.table, multiplied=0),
         head=PartShape(weights=parts.norm + parts.table, multiplied=parts.table, scored_only=True),
         itemsize=ITEMSIZES[facts.dtype],
-        cached_itemsize=ITEMSIZES[facts.kv_dtype],
+        cached_itemsize=head_bytes(facts.kv_dtype, config.head_dim),
         operations_per_byte=OPERATIONS_PER_BYTE[device],
     )
 

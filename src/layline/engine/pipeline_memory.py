@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from layline.engine.planned import ITEMSIZES, ModelPlan
 from layline.engine.room import cuda_sizes
 from layline.engine.scheduler import BLOCK_SIZE
+from layline.layers.kv_types import head_bytes
 from layline.models.footprint import part_values
 from layline.pipeline.fence import Fence, layers_of
 from layline.pipeline.placement import Placement
@@ -93,7 +94,8 @@ def stage_memory(
     ``slots`` are the bytes of the slots that each stage receives through, ``known`` is what
     :func:`device_bytes` says.
     """
-    itemsize, cached = ITEMSIZES[model.facts.dtype], ITEMSIZES[model.facts.kv_dtype]
+    itemsize = ITEMSIZES[model.facts.dtype]
+    cached = head_bytes(model.facts.kv_dtype, model.facts.config.head_dim)
     parts = part_values(model.facts.config, model.spec.topology)
     homes = placement.homes()
     last = placement.num_stages - 1
@@ -104,7 +106,7 @@ def stage_memory(
         # A tied table is on both ends.
         values += parts.table * (stage == 0) + (parts.norm + parts.table) * (stage == last)
         weights.append(values * itemsize)
-        per_token.append(num_layers * parts.kv_per_layer_token * cached)
+        per_token.append(num_layers * parts.cached_heads * cached)
     tokens, holds = _cached_tokens(model, homes, weights, per_token, known)
     totals = [
         weight + each * tokens + slot

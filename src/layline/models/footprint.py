@@ -22,12 +22,14 @@ class Footprint:
 
 @dataclass(frozen=True)
 class PartValues:
-    """Values of one rank by part: a layer, the final norm, and the token table at either end."""
+    """What one rank holds by part: values of a layer, of the final norm, and of the token table at
+    either end; and the heads' keys and values that a layer keeps of each token.
+    """
 
     layer: int
     norm: int
     table: int
-    kv_per_layer_token: int
+    cached_heads: int
 
 
 def part_values(config: DecoderConfig, topology: Topology) -> PartValues:
@@ -45,15 +47,18 @@ def part_values(config: DecoderConfig, topology: Topology) -> PartValues:
         layer += 2 * size + hidden
     if config.qk_norm:
         layer += 2 * config.head_dim
-    return PartValues(layer, hidden, shards.vocab_rows * hidden, 2 * keys)
+    return PartValues(layer, hidden, shards.vocab_rows * hidden, 2 * shards.num_kv_heads)
 
 
 def footprint(
-    config: DecoderConfig, topology: Topology, itemsize: int, cached_itemsize: int
+    config: DecoderConfig, topology: Topology, itemsize: int, cached_head_bytes: int
 ) -> Footprint:
-    """The footprint of a rank of ``topology``, from the bytes of a weight and of a cached value."""
+    """The footprint of a rank of ``topology``.
+
+    ``itemsize`` is of a weight, ``cached_head_bytes`` of one head's key or value of a token.
+    """
     parts = part_values(config, topology)
     values = config.num_layers * parts.layer + parts.norm
     values += parts.table * (1 if config.tied_head else 2)
-    kept = config.num_layers * parts.kv_per_layer_token
-    return Footprint(values * itemsize, kept * cached_itemsize)
+    cached = config.num_layers * parts.cached_heads * cached_head_bytes
+    return Footprint(values * itemsize, cached)

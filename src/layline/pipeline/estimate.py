@@ -18,10 +18,10 @@ OPERATIONS_PER_BYTE = {"cpu": 10, "cuda": 200}
 
 @dataclass(frozen=True, kw_only=True)
 class PartShape:
-    """What one layer or end multiplies, reads and keeps, in values.
+    """What one layer or end multiplies, reads and keeps.
 
     ``multiplied`` weights meet every row; each row does ``attended`` multiply-adds with each key
-    that it sees, at most ``window`` of them; each token leaves ``cached`` values. ``weights`` are
+    that it sees, at most ``window`` of them; each token leaves ``cached`` entries. ``weights`` are
     what it holds; ``scored_only`` ends see one row of each sequence.
     """
 
@@ -35,7 +35,7 @@ class PartShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StackShape:
-    """The shapes of a model, and the bytes of its values."""
+    """The shapes of a model, and the bytes of a weight and of a cached entry."""
 
     layers: tuple[PartShape, ...]
     embedding: PartShape

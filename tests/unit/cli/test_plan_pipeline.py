@@ -356,3 +356,19 @@ def test_devices_out_of_reach_are_not_a_plans_business(folder: Any) -> None:
     plan = open_plan(engine.model, {}, "ordinary")
     with pytest.raises(PlacementError, match="names 2 devices for 3"):
         plan_pipeline(plan, engine, {"LAYLINE_PP_STAGES": "3"}, print)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"tp": 4, "attn_dp": 2}], ids=str)
+@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "int8"])
+def test_stages_together_hold_what_a_rank_does(
+    folder: Any, mesh: dict[str, int], kv_dtype: str
+) -> None:
+    """All keys and values, and all weights with one table more where it is tied."""
+    for tied in (False, True):
+        model = folder(tie_word_embeddings=tied)
+        found = planned(model, pp_stages=4, pp_splits=(1, 2, 5), kv_dtype=kv_dtype, **mesh)
+        stages, whole = found.memory.stages, found.model.footprint
+        table = 4 * TABLE // found.model.spec.topology.attn_tp
+        assert sum(stage.weights for stage in stages) == whole.weights + (table if tied else 0)
+        tokens = found.memory.cached_tokens
+        assert sum(stage.kv for stage in stages) == whole.kv_per_token * tokens
