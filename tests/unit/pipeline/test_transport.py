@@ -331,7 +331,7 @@ def test_nothing_goes_between_kinds_of_devices() -> None:
 
 
 class FakeCuda:
-    """CudaCalls that remember, and copy within the CPU's memory; ``access`` has the pairs that reach each other."""
+    """CudaCalls that remember, and copy in the CPU's memory. ``access``: which reach each other."""
 
     def __init__(self, *access: tuple[int, int]) -> None:
         self.access = access
