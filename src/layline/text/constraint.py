@@ -159,6 +159,18 @@ class _Words:
         return self._tokenizer.encode(text, add_special=False)
 
 
+def check_readable(grammar: Grammar) -> None:
+    """Raise SamplingError for a grammar that no vocabulary could follow; needs no model."""
+    library = load_library()
+    limits = library.LLParserLimits(**_LIMITS)
+    try:
+        told = library.LLMatcher.validate_grammar(source_of(grammar), limits=limits)
+    except ValueError as error:
+        told = str(error)
+    if told and not told.startswith("WARNING"):
+        raise SamplingError(f"grammar cannot be compiled: {_line(told)}")
+
+
 def load_library() -> Any:
     """llguidance. Raises UsageError where it is not installed."""
     try:
