@@ -23,7 +23,8 @@ class ToolUse:
     """The functions that answers may call.
 
     ``template_tools`` is what the chat template is given. ``grammar`` is None where any text may
-    come, and follows nothing but calls where they are ``forced``; ``shown_ids`` are special tokens that calls are told by.
+    come, and has nothing but calls where they are ``forced``; ``shown_ids`` are special tokens that
+    calls are told by.
     """
 
     form: ToolFormat

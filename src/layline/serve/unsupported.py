@@ -17,16 +17,8 @@ def refuse_chat(body: ChatRequest) -> None:
 
 def refuse_tools(body: ChatRequest) -> None:
     """Raise ApiError for what is said of tools that are not there, and for the older functions."""
-    if not body.tools:
-        if body.tool_choice not in (None, "none", "auto"):
-            raise invalid(
-                "'tool_choice' is only allowed when 'tools' are specified.", "tool_choice"
-            )
-        if body.parallel_tool_calls is not None:
-            raise invalid(
-                "'parallel_tool_calls' is only allowed when 'tools' are specified.",
-                "parallel_tool_calls",
-            )
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
+        raise invalid("'tool_choice' is only allowed when 'tools' are specified.", "tool_choice")
     if body.functions and body.function_call != "none":
         raise unsupported("functions", "it is the older form of 'tools'; use those")
     if body.function_call not in (None, "none", "auto"):

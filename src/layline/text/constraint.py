@@ -138,7 +138,12 @@ class _Words:
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokens = tokenizer.token_table()
+        if not tokenizer.decoding.exact:
+            raise SamplingError(
+                "grammar needs a vocabulary whose text is the bytes of its tokens, byte-level or "
+                "SentencePiece; this model's is of another kind"
+            )
+        self.tokens = [tokenizer.pieces[i] for i in range(tokenizer.vocab_size)]
         if not any(self.tokens):
             raise SamplingError(
                 "grammar needs the model's vocabulary, and this checkpoint has no tokenizer files"
@@ -152,11 +157,49 @@ class _Words:
         self.bos_token_id = tokenizer.bos_id
         self.special_token_ids = sorted(tokenizer.special_ids | set(self.end_ids))
         self._tokenizer = tokenizer
+        self._special = frozenset(self.special_token_ids)
+        self._by_bytes: dict[bytes, int] = {}
+        for token_id, piece in enumerate(self.tokens):
+            if piece and token_id not in self._special:
+                self._by_bytes.setdefault(piece, token_id)
+        self._longest = max(map(len, self._by_bytes), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The ids that the model expects of a text that the grammar leaves no choice about."""
-        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
-        return self._tokenizer.encode(text, add_special=False)
+        """Ids of a text that the grammar leaves no choice about, those that the model expects."""
+        data = text.encode() if isinstance(text, str) else text
+        # A line break before it takes what a vocabulary puts in front of a text.
+        for before in ("", "\n"):
+            written = before + data.decode("utf-8", "replace")
+            ids = self._tail(self._tokenizer.encode(written, add_special=False), data)
+            if ids is not None:
+                return ids
+        return self._greedy(data)
+
+    def _tail(self, ids: list[int], data: bytes) -> list[int] | None:
+        """The last of ``ids`` that are exactly ``data``, as text."""
+        left = len(data)
+        for place in range(len(ids) - 1, -1, -1):
+            piece = self.tokens[ids[place]]
+            if not piece or ids[place] in self._special or not data[:left].endswith(piece):
+                break
+            left -= len(piece)
+            if left == 0:
+                return ids[place:]
+        return [] if not data else None
+
+    def _greedy(self, data: bytes) -> list[int]:
+        """The longest token at each place, as far as there are any."""
+        ids, place = [], 0
+        while place < len(data):
+            for length in range(min(self._longest, len(data) - place), 0, -1):
+                token_id = self._by_bytes.get(data[place : place + length])
+                if token_id is not None:
+                    ids.append(token_id)
+                    place += length
+                    break
+            else:
+                break
+        return ids
 
 
 def check_readable(grammar: Grammar) -> None:
@@ -209,7 +252,7 @@ def schema_options(*, lenient: bool) -> dict[str, Any]:
 def _refusal(matcher: llguidance.LLMatcher) -> str:
     told = _line(matcher.get_error())
     if told.startswith("NoExtension"):
-        return "grammar allows no text"
+        return "grammar allows no text that this model's vocabulary can write"
     return f"grammar cannot be compiled: {told}"
 
 

@@ -12,7 +12,6 @@ from layline.text.gguf_vocab import read_gguf
 from layline.text.template import ChatTemplate
 from layline.text.vocabulary import Decoding, TokenBytes, Vocabulary, id_set
 
-_BROKEN = "\ufffd"
 _LONG_TEXT = 1 << 13  # characters, some milliseconds
 
 
@@ -147,28 +146,6 @@ class Tokenizer:
         A special token gives the bytes of its name, such as b"<|im_end|>".
         """
         return self.pieces[token_id]
-
-    def token_table(self) -> list[bytes]:
-        """What each id adds to a text in its middle; b"" for an id without a token.
-
-        Where the text is more than its tokens' bytes, one that is not known is left out as well.
-        """
-        if self.decoding.exact:
-            return [self.pieces[i] for i in range(self.vocab_size)]
-        anchor = next((i for i in range(self.vocab_size) if self._is_word(i)), None)
-        if anchor is None:
-            return [b""] * self.vocab_size
-        before: str = self.decode([anchor], skip_special=False)
-        texts = [self.decode([anchor, i], skip_special=False) for i in range(self.vocab_size)]
-        known = [text.startswith(before) and _BROKEN not in text for text in texts]
-        return [
-            text[len(before) :].encode() if sure else b""
-            for text, sure in zip(texts, known, strict=True)
-        ]
-
-    def _is_word(self, token_id: int) -> bool:
-        text = self.decode([token_id], skip_special=False)
-        return token_id not in self.special_ids and text.isascii() and text.isalnum()
 
 
 class AbsentTokenizer(Tokenizer):

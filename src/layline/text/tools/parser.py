@@ -33,6 +33,7 @@ class ToolParser(ABC):
         self._raw = ""
         self._call: CallObject | None = None
         self._marked = False
+        self._called = False
 
     def feed(self, text: str) -> list[Event]:
         """What ``text`` adds, in order; neighbouring pieces of text are one."""
@@ -51,14 +52,16 @@ class ToolParser(ABC):
             if not (cut and self._marked and isinstance(events[0], Content)):
                 self._emit(events)
             self._call = None
-        elif (cut and self._marked) or (self.num_calls and self._state in self.between):
+        elif (cut and self._marked) or (self._called and self._state in self.between):
             # What was to close a call, or to lead to one.
             self.forget()
         else:
             self.spill()
-        self._say(self._held)
+        if not (cut and self._called):
+            # After a call the beginning of a marker is likely to be another one's.
+            self._say(self._held)
         self._held = ""
-        if not self.num_calls:
+        if not self._called:
             self._flush_space()
         return self._taken()
 
@@ -106,8 +109,10 @@ class ToolParser(ABC):
         """What would be text if no call came of it."""
         return self._raw
 
-    def drop_space(self) -> None:
-        """White space before a call is no text."""
+    def count_call(self) -> None:
+        """A call is complete; white space around calls is no text."""
+        self.num_calls += 1
+        self._called = True
         self._space = ""
 
     def keep(self, raw: str) -> None:
@@ -147,8 +152,7 @@ class ToolParser(ABC):
         events = self._call.feed(character)
         self._emit(events)
         if self._call.complete:
-            self.num_calls += 1
-            self.drop_space()
+            self.count_call()
             self._call = None
             self.mark()
             self._state = self.after_call

@@ -100,9 +100,8 @@ class PythonicParser(ToolParser):
             self._stop()
             return
         index = self.num_calls
-        self.num_calls += 1
+        self.count_call()
         self.forget()
-        self.drop_space()
         self._emit([CallBegin(index, self._name), CallArguments(index, arguments), CallEnd(index)])
         self.go(self.after_call)
 
