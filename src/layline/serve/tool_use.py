@@ -83,25 +83,14 @@ def _grammar(
         if body.tool_choice not in (None, "auto"):
             return forced_calls(form, functions, terminal, parallel=parallel)
         if answer is not None:
-            schema = _schema_of(answer)
-            return calls_or(form, functions, terminal, schema, parallel=parallel)
+            if answer.kind not in (JSON_OBJECT, JSON_SCHEMA):
+                raise _no_json()
+            return calls_or(form, functions, terminal, answer, parallel=parallel)
         if any(function.strict for function in functions):
             return strict_calls(form, functions, terminal, parallel=parallel)
         return None
 
     return checked(make, "tools")
-
-
-def _schema_of(answer: Grammar) -> str:
-    if answer.kind == JSON_OBJECT:
-        return '{"type": "object"}'
-    if answer.kind == JSON_SCHEMA:
-        return answer.text
-    raise invalid(
-        "'structured_outputs' that are no JSON do not go with 'tools' that may be called; "
-        "set tool_choice to 'none'",
-        "structured_outputs",
-    )
 
 
 def special_id(tokenizer: Tokenizer, marker: str) -> int | None:
@@ -147,6 +136,14 @@ def _format(service: Service) -> ToolFormat:
             f"not known; start the server with --tool-parser {', '.join(FORMATS)}"
         )
     return form
+
+
+def _no_json() -> ApiError:
+    return invalid(
+        "'structured_outputs' that are no JSON do not go with 'tools' that may be called; "
+        "set tool_choice to 'none'",
+        "structured_outputs",
+    )
 
 
 def _unsupported(told: str) -> ApiError:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from layline.errors import SamplingError
-from layline.grammar import Grammar, dumped
+from layline.grammar import JSON_SCHEMA, Grammar, dumped
 from layline.text.constraint import schema_options
 from layline.text.tools.formats import HERMES, LLAMA, MISTRAL, PYTHONIC, ToolFormat
+from layline.text.tools.keyword_calls import keyword_call
 
 Terminal = Callable[[str], str]
 """How a grammar writes a marker: its token where it is special, its text otherwise."""
-
-_SHARED = ("$defs", "definitions")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,8 @@ class Function:
             given = given if self.parameters is None else self.parameters
             if given.get("type", "object") != "object":
                 raise SamplingError(
-                    f"grammar of the arguments of {self.name!r} has the type {given['type']!r}; "
+                    f"grammar of the arguments of {self.name!r} has the type "
+                    f"{str(given['type'])[:50]!r}; "
                     "expected 'object'"
                 )
         options = schema_options(lenient=not self.strict)
@@ -59,11 +59,11 @@ def calls_or(
     form: ToolFormat,
     functions: Sequence[Function],
     terminal: Terminal,
-    answer: str,
+    answer: Grammar,
     *,
     parallel: bool,
 ) -> Grammar:
-    """An answer that is calls, or JSON that the schema with the text ``answer`` accepts.
+    """An answer that is calls, or the JSON of ``answer``.
 
     Raises SamplingError where the first characters do not tell one from the other.
     """
@@ -72,8 +72,13 @@ def calls_or(
             "grammar cannot tell a call from another JSON object in this model's form of calls; "
             "expected tools or a JSON format, not both"
         )
+    schema = json.loads(answer.text) if answer.kind == JSON_SCHEMA else {"type": "object"}
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": schema_options(lenient=answer.lenient)}
     rules = _rules(form, functions, terminal, parallel=parallel, free=False)
-    return Grammar.lark("\n".join(["start: calls | answer", f"answer: %json {answer}", *rules]))
+    return Grammar.lark(
+        "\n".join(["start: calls | answer", f"answer: %json {dumped(schema)}", *rules])
+    )
 
 
 def strict_calls(
@@ -108,7 +113,9 @@ def _rules(
     for number, function in enumerate(functions):
         loose = free and not function.strict
         if form is PYTHONIC:
-            rules += _keyword_call(number, function, loose=loose)
+            rules += keyword_call(
+                number, function.name, function.schema(free=loose), exact=function.strict
+            )
             continue
         head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
         schema = dumped(function.schema(free=loose))
@@ -139,49 +146,3 @@ def _frame(form: ToolFormat, terminal: Terminal, *, parallel: bool) -> list[str]
     if form is LLAMA:
         return [f"calls: {several('; ')}"]
     return [f'calls: "[" {several(", ")} "]"']
-
-
-def _keyword_call(number: int, function: Function, *, loose: bool) -> list[str]:
-    """``name(key=value, ...)``; keys in the order of the schema, values as JSON writes them."""
-    head = json.dumps(f"{function.name}(")
-    schema = function.schema(free=loose)
-    properties = schema.get("properties")
-    if not isinstance(properties, dict) or not properties:
-        if schema.get("additionalProperties") is False or (not loose and properties == {}):
-            return [f'call_{number}: {head} ")"']
-        value = f"value_{number}: %json {{}}"
-        pair = f'pair_{number}: /[A-Za-z_][A-Za-z0-9_]*/ "=" value_{number}'
-        pairs = f'(pair_{number} (", " pair_{number})*)?'
-        return [f'call_{number}: {head} {pairs} ")"', pair, value]
-    required = schema.get("required")
-    needed = set(required) if isinstance(required, list) else set()
-    shared = {name: schema[name] for name in (*_SHARED, "x-guidance") if name in schema}
-    rules = []
-    for place, (key, inner) in enumerate(properties.items()):
-        if not key.isidentifier():
-            raise SamplingError(
-                f"grammar of the arguments of {function.name!r} has the name {key[:50]!r}, which "
-                "this model's form of calls cannot write; expected letters, digits and _"
-            )
-        value = dumped({**inner, **shared} if isinstance(inner, dict) else inner)
-        rules.append(
-            f"pair_{number}_{place}: {json.dumps(key + '=', ensure_ascii=False)} %json {value}"
-        )
-    rules += _in_order(number, [key in needed for key in properties])
-    return [f'call_{number}: {head} keys_{number}_0 ")"', *rules]
-
-
-def _in_order(number: int, needed: Sequence[bool]) -> list[str]:
-    """``keys_N_0``: the pairs of call N in order, with commas between; what is not needed may miss.
-
-    ``keys`` has no pair before it yet, ``more`` has one.
-    """
-    rules = []
-    last = len(needed)
-    for place, is_needed in enumerate(needed):
-        pair, after = f"pair_{number}_{place}", f"more_{number}_{place + 1}"
-        skip_first = "" if is_needed else f" | keys_{number}_{place + 1}"
-        skip_later = "" if is_needed else f" | {after}"
-        rules.append(f"keys_{number}_{place}: {pair} {after}{skip_first}")
-        rules.append(f'more_{number}_{place}: ", " {pair} {after}{skip_later}')
-    return [*rules, f'keys_{number}_{last}: ""', f'more_{number}_{last}: ""']
