@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from layline.engine.balance import MeshScheduler, SampleRow
 from layline.engine.executor import Executor, MemoryUse, RowSpec
 from layline.engine.facts import ServedModel
 from layline.engine.request import FinishReason, Request
 from layline.engine.scheduler import SchedulerStats
+from layline.engine.step_times import StepTimes
 from layline.errors import PromptError, RunError
 from layline.grammar import Grammar
 from layline.sampling import SamplingParams, fresh_seed
@@ -25,7 +27,14 @@ class Engine:
     Calls may come from several threads: one runs at a time, and each step serves every request.
     """
 
-    def __init__(self, model: ServedModel, scheduler: MeshScheduler, executor: Executor) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        scheduler: MeshScheduler,
+        executor: Executor,
+        times: StepTimes | None = None,
+    ) -> None:
+        self.times = times or StepTimes()
         self._model = model
         self._scheduler = scheduler
         self._executor = executor
@@ -168,12 +177,16 @@ class Engine:
                 self._forget_dropped()
 
     def _step(self) -> None:
+        self.times.end_step()
+        begin = perf_counter()
         plan = self._scheduler.next_step()
         if plan is None:
             return
+        self.times.since("schedule", begin)
         sampling = plan.sampling
         rows = [[SampleRow(r.request_id, len(r.output_ids)) for r in part] for part in sampling]
         tokens = self._executor.execute(plan.step, rows)
+        begin = perf_counter()
         # Only now: a step that failed or was interrupted can be run again as if it had not begun.
         self._scheduler.complete(plan)
         drawn = zip(itertools.chain(*sampling), itertools.chain(*tokens), strict=True)
@@ -189,6 +202,7 @@ class Engine:
                 failed = failed or error
             if request.finish_reason is not None:
                 self._forget(request)
+        self.times.since("deliver", begin)
         if failed is not None:
             raise failed
 

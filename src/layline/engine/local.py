@@ -11,6 +11,7 @@ from layline.engine.balance import SampleRow
 from layline.engine.executor import MemoryUse, RowSpec, SamplingRows, Token
 from layline.engine.model import LoadedModel
 from layline.engine.step import MeshStep
+from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError
 from layline.layers.sampler import Sampler
 
@@ -18,8 +19,9 @@ from layline.layers.sampler import Sampler
 class LocalExecutor:
     """The whole model in this process: one rank."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, times: StepTimes | None = None) -> None:
         self.loaded = loaded
+        self._times = times or StepTimes()
         self.num_blocks = loaded.num_blocks
         self._runner = loaded.runner
         self._sampler = Sampler()
@@ -36,9 +38,15 @@ class LocalExecutor:
     @torch.inference_mode()
     def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
         """See Executor."""
+        clock = self._runner.clock
+        clock.start()
         logits = self._runner.run(step)
+        clock.lap("execute")
         sampled = self._sampler.sample(logits, self._rows.at(step.parts[0], rows[0]))
-        return [list(zip(sampled.read(), sampled.logprobs, strict=True))]
+        tokens = list(zip(sampled.read(), sampled.logprobs, strict=True))
+        clock.lap("sample")
+        self._times.add_passes([clock.times()])
+        return [tokens]
 
     def memory(self) -> MemoryUse:
         """See Executor."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from layline.serve.hosts import is_loopback
+
 TOOL_PARSERS = ("auto", "hermes", "llama", "mistral", "pythonic", "none")
 """What ``tool_parser`` may be: a form of ``layline.text.tools.formats``, to be found, or none."""
 MAX_CHOICES = 128
@@ -19,9 +21,12 @@ class ServeSettings:
     ``tokens_per_minute`` hold for each key, or for everybody where there are no keys.
     ``tool_parser`` names the form in which the model calls functions, or is ``auto`` or ``none``.
     ``linger_s`` is how long a server whose engine failed goes on saying so before it ends.
+    ``address`` is what ``host`` was found to be when the socket was bound. ``allowed_hosts`` are
+    names by which clients may call the server, besides those of its own machine.
     """
 
     host: str = "127.0.0.1"
+    address: str | None = None
     port: int = 8000
     model_name: str = "model"
     tool_parser: str = "auto"
@@ -29,6 +34,7 @@ class ServeSettings:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     max_body: int = 8 << 20
     max_waiting: int = 1024
     header_timeout_s: float = 10.0
@@ -36,6 +42,11 @@ class ServeSettings:
     write_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
     linger_s: float = 3.0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return is_loopback(self.address or self.host)
 
     def shown(self) -> dict[str, Any]:
         """All settings as they may be logged: of the keys only how many there are."""
