@@ -119,7 +119,7 @@ def test_every_rank_runs_its_plan(folder: Path, mesh: dict[str, Any], policy: st
         done = analysed(model, **mesh, boundary_reduction=policy, dp_padding=padding)
         assert done.comparison.differences == []
         assert sum(pair.executed.count for _, pair in done.comparison.totals()) > 20
-        assert sum(done.kinds.values()) == 4
+        assert sum(done.kinds.values()) == 5
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
@@ -134,6 +134,15 @@ def test_every_family_runs_its_plan(folder: Path, family: str) -> None:
 def test_values_have_the_planned_types(folder: Path, mesh: dict[str, Any]) -> None:
     model = write(folder, "LlamaForCausalLM", "bfloat16")
     assert analysed(model, **mesh).comparison.differences == []
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4, "attn_cp": 2}], ids=str)
+def test_quantised_keys_travel_as_planned(
+    folder: Path, mesh: dict[str, Any], kv_dtype: str
+) -> None:
+    model = write(folder, "LlamaForCausalLM", "bfloat16")
+    assert analysed(model, **mesh, kv_dtype=kv_dtype).comparison.differences == []
 
 
 def test_variants_were_among_them(folder: Path) -> None:
@@ -159,7 +168,7 @@ def test_a_collective_that_is_not_planned_turns_it_red(
 
     monkeypatch.setattr(planned, "compute_collectives", without_the_embedding)
     done = analysed(model, tp=2)
-    assert len(done.comparison.differences) == 2 * 4, "every rank in every step"
+    assert len(done.comparison.differences) == 2 * 5, "every rank in every step"
     assert "ran all-reduce ATTN_TP" in done.comparison.differences[0]
     assert "in compute" in done.comparison.differences[0]
 

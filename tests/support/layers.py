@@ -16,10 +16,11 @@ from layline.comm.simulated import run_ranks
 from layline.layers import parallel
 from layline.layers.attention import TorchAttention, slot_numbers
 from layline.layers.forward_batch import ForwardBatch
+from layline.layers.kv_cache import PlainCache
 from layline.layers.parallel import ParallelHead, VocabParallelEmbedding
 from layline.layers.spans import Phase, SequenceSpan
 from layline.models.decoder import GatedMLP, SelfAttention
-from layline.models.loader import LoadTarget, ModelLoader
+from layline.models.loader import LoadTarget, ModelLoader, TiedTable
 from layline.models.parallel import Shards
 from layline.models.registry import family_of
 from layline.topology import GroupName, Topology
@@ -53,8 +54,9 @@ class Rank:
     def attention(self) -> SelfAttention:
         module = SelfAttention(self.shards, 0, self.loader, self.backend, self.mesh)
         heads, size = self.shards.num_kv_heads, self.shards.config.head_dim
-        module.cache = torch.full((SLOTS, 2, heads, size), NAN, dtype=self.dtype)
-        module.cache[:BLOCK] = 0
+        rows = torch.full((SLOTS, 2, heads, size), NAN, dtype=self.dtype)
+        rows[:BLOCK] = 0
+        module.cache = PlainCache(rows)
         return module
 
     def mlp(self) -> GatedMLP:
@@ -147,7 +149,8 @@ def table_and_head(rank: Rank) -> tuple[Any, Any]:
     config = shards.config
     region = Region((config.vocab_size, config.hidden_size), rows=shards.vocabulary)
     embedding = loader.embedding("model.embed_tokens", region, shards.vocab_rows)
-    head = loader.head("lm_head", embedding, region, shards.vocab_rows, config.tied_head)
+    tied = TiedTable("model.embed_tokens", embedding, config.tied_head)
+    head = loader.head("lm_head", tied, region, shards.vocab_rows)
     group = parallel.compute_group(rank.mesh, GroupName.ATTN_TP)
     if group is None:
         return embedding, head

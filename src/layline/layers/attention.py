@@ -1,8 +1,7 @@
 """Attention over a paged key-value cache, behind one backend interface.
 
 Shape suffixes: T token rows, B sequences, L cache rows of a sequence, N query heads, K key/value
-heads, D head size, S cache slots. A cache layer is [S, 2, K, D]: each slot holds a token's keys,
-then its values.
+heads, D head size.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from layline.layers.forward_batch import AttentionPlan
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.kv_cache import KVCache
+from layline.layers.spans import MixedPhase, Phase, SequenceSpan, StepPhase
 
 QUERY_ROWS = 128
 NULL_SLOT = 0  # Block 0 is never given to a sequence; its rows stay zero, so padding reads zeros.
@@ -27,15 +27,15 @@ class AttentionBackend(Protocol):
     """How attention reads the cache. One object serves all layers of a device."""
 
     def plan(
-        self, phase: Phase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
+        self, phase: StepPhase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
     ) -> AttentionPlan:
-        """Prepare a step whose rows are the spans' tokens in order."""
+        """Prepare a step whose rows are the spans' tokens in order, those that decode first."""
 
     def attend(
         self,
         q_TND: torch.Tensor,
         kv_T2KD: torch.Tensor,
-        cache_S2KD: torch.Tensor,
+        cache: KVCache,
         plan: AttentionPlan,
         window: int | None,
     ) -> torch.Tensor:
@@ -50,10 +50,10 @@ class _Reach:
     last: int
     gather: torch.Tensor | None
 
-    def read(self, cache_S2KD: torch.Tensor) -> torch.Tensor:
+    def read(self, cache: KVCache) -> torch.Tensor:
         if self.gather is None:
-            return cache_S2KD[self.first : self.last]
-        return cache_S2KD.index_select(0, self.gather)
+            return cache.read(slice(self.first, self.last))
+        return cache.read(self.gather)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,12 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttentionPlan(AttentionPlan):
-    """Prepared reads for each attention window of the model."""
+    """Prepared reads for each attention window of the model.
 
-    num_sequences: int
+    The first ``num_decode`` rows decode; ``prefill`` names the rows of each of its segments.
+    """
+
+    num_decode: int
     decode: dict[int | None, _DecodeReach]
     prefill: dict[int | None, tuple[_Segment, ...]]
 
@@ -101,45 +104,51 @@ class TorchAttention:
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def plan(
-        self, phase: Phase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
+        self, phase: StepPhase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
     ) -> TorchAttentionPlan:
         """Prepare one step; decode spans have one token each. A rank may have none."""
-        if not spans:
-            return TorchAttentionPlan(0, {}, {})
-        if phase is Phase.DECODE:
-            decode = {window: self._decode_reach(spans, window) for window in windows}
-            return TorchAttentionPlan(len(spans), decode, {})
-        prefill = {window: self._segments(spans, window) for window in windows}
-        return TorchAttentionPlan(len(spans), {}, prefill)
+        if isinstance(phase, MixedPhase):
+            count = phase.num_decode
+        else:
+            count = len(spans) if phase is Phase.DECODE else 0
+        ones, prompts = spans[:count], spans[count:]
+        decode = {window: self._decode_reach(ones, window) for window in windows if ones}
+        prefill = {window: self._segments(prompts, count, window) for window in windows if prompts}
+        return TorchAttentionPlan(count, decode, prefill)
 
     def attend(
         self,
         q_TND: torch.Tensor,
         kv_T2KD: torch.Tensor,
-        cache_S2KD: torch.Tensor,
+        cache: KVCache,
         plan: AttentionPlan,
         window: int | None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         assert isinstance(plan, TorchAttentionPlan)
+        segments = plan.prefill.get(window, ())
+        # A sequence's own rows are rounded as the cache rounds them: a chunk must not see more
+        # than the next chunk will.
+        if any(segment.reach is None for segment in segments):
+            kv_T2KD = cache.rounded(kv_T2KD)
+        outputs = [self._prefill(q_TND, kv_T2KD, cache, segment) for segment in segments]
         if plan.decode:
-            return self._decode(q_TND, cache_S2KD, plan, window)
-        outputs = [
-            self._prefill(q_TND, kv_T2KD, cache_S2KD, segment) for segment in plan.prefill[window]
-        ]
+            decoded = self._decode(q_TND[: plan.num_decode], kv_T2KD, cache, plan, window)
+            outputs.insert(0, decoded)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode(
         self,
         q_TND: torch.Tensor,
-        cache_S2KD: torch.Tensor,
+        kv_T2KD: torch.Tensor,
+        cache: KVCache,
         plan: TorchAttentionPlan,
         window: int | None,
     ) -> torch.Tensor:
         batch, heads, size = q_TND.shape
-        kv_heads = cache_S2KD.shape[2]
+        kv_heads = kv_T2KD.shape[2]
         step = plan.decode[window]
-        rows = step.reach.read(cache_S2KD)
+        rows = step.reach.read(cache)
         keys, values = rows.view(batch, -1, 2, kv_heads, size).permute(2, 0, 3, 1, 4).unbind(0)
         # The queries that share a key head become rows of it: grouped attention without copies.
         q_BKGD = q_TND.view(batch, kv_heads, heads // kv_heads, size)
@@ -151,15 +160,10 @@ class TorchAttention:
         self,
         q_TND: torch.Tensor,
         kv_T2KD: torch.Tensor,
-        cache_S2KD: torch.Tensor,
+        cache: KVCache,
         segment: _Segment,
     ) -> torch.Tensor:
-        # A sequence's own rows are rounded as the cache rounds them: a chunk must not see more
-        # than the next chunk will.
-        if segment.reach is None:
-            own = kv_T2KD[segment.own].to(cache_S2KD.dtype)
-        else:
-            own = segment.reach.read(cache_S2KD)
+        own = kv_T2KD[segment.own] if segment.reach is None else segment.reach.read(cache)
         keys, values = own.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
         q_1NTD = q_TND[segment.rows].transpose(0, 1).unsqueeze(0)
         # Queries come in FP32 where prefill computes in it, and a cache may be wider than the run.
@@ -207,9 +211,11 @@ class TorchAttention:
         slots: np.ndarray = np.take_along_axis(tables, blocks, axis=1) * size + tokens % size
         return slots
 
-    def _segments(self, spans: Sequence[SequenceSpan], window: int | None) -> tuple[_Segment, ...]:
+    def _segments(
+        self, spans: Sequence[SequenceSpan], row: int, window: int | None
+    ) -> tuple[_Segment, ...]:
+        """Segments of ``spans``, the first of which begins at ``row`` of the step."""
         segments: list[_Segment] = []
-        row = 0
         for span in spans:
             # Rows in blocks, each with the keys up to its last: hidden scores are not computed.
             step = QUERY_ROWS if self._device.type == "cpu" else span.count

@@ -1,7 +1,6 @@
 """Layers divided over ranks: partial sums, parts of the vocabulary, and slices of the tokens.
 
-Shape suffixes: T token rows, K key/value heads, D head size, H hidden, V vocabulary, P vocabulary
-rows of one rank.
+Shape suffixes: T token rows, C columns, H hidden, V vocabulary, P vocabulary rows of one rank.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from layline.comm.groups import Group
 from layline.layers.embedding import Embedding
 from layline.layers.forward_batch import ContextRows, ForwardBatch
 from layline.layers.linear import Linear
-from layline.layers.spans import Phase
+from layline.layers.spans import StepPhase
 from layline.topology import GroupName
 from layline.weights.quantized import QuantizedTensor
 
@@ -45,7 +44,7 @@ class RowParallelLinear:
         self._group = group
         self._sum_dtype = sum_dtype
 
-    def __call__(self, x: torch.Tensor | QuantisedRows, phase: Phase) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | QuantisedRows, phase: StepPhase) -> torch.Tensor:
         """[tokens, this rank's in features] to [tokens, out features], whole or partial.
 
         Every rank of the group calls it with as many rows, except where all have none.
@@ -59,7 +58,7 @@ class RowParallelLinear:
         whole: torch.Tensor = self._group.all_reduce(part)
         return whole
 
-    def partial(self, x: torch.Tensor | QuantisedRows, phase: Phase) -> torch.Tensor:
+    def partial(self, x: torch.Tensor | QuantisedRows, phase: StepPhase) -> torch.Tensor:
         """This rank's part of the sum, [tokens, out features]; no communication."""
         part = self.linear(x, phase)
         return part if self._sum_dtype is None else part.to(self._sum_dtype)
@@ -126,7 +125,7 @@ class ParallelHead:
         """Memory of all copies of this rank's weight."""
         return self.linear.num_bytes
 
-    def __call__(self, x_TH: torch.Tensor, phase: Phase) -> torch.Tensor:
+    def __call__(self, x_TH: torch.Tensor, phase: StepPhase) -> torch.Tensor:
         """[tokens, hidden] to [tokens, vocabulary] on every rank of the group.
 
         Every rank of the group calls it with equal rows; with none there is no communication.
@@ -175,12 +174,11 @@ def scatter_shards(part: torch.Tensor, rows: RankRows, group: Group) -> torch.Te
     return shard
 
 
-def gather_context(kv_T2KD: torch.Tensor, context: ContextRows, group: Group) -> torch.Tensor:
-    """The keys and values of all context-parallel ranks, [tokens, 2, K, D] in the slots' order.
+def gather_context(rows_TC: torch.Tensor, context: ContextRows, group: Group) -> torch.Tensor:
+    """The rows of all context-parallel ranks, [tokens, columns] in the slots' order.
 
     Every rank of ``group`` calls it, those without rows too.
     """
-    flat = kv_T2KD.flatten(1)
-    padded = F.pad(flat, (0, 0, 0, context.width - flat.shape[0]))
+    padded = F.pad(rows_TC, (0, 0, 0, context.width - rows_TC.shape[0]))
     joined: torch.Tensor = group.all_gather(padded)
-    return joined.index_select(0, context.order).view(-1, *kv_T2KD.shape[1:])
+    return joined.index_select(0, context.order)

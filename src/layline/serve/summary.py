@@ -47,9 +47,9 @@ def memory_line(planned: ModelPlan, engine: EngineConfig) -> tuple[str, str]:
     text = (
         f"memory of each of {ranks} rank{'s' if ranks > 1 else ''}: weights {mib(needed.weights)} "
         f"as {facts.dtype}{kept}, keys and values {mib(cache.num_bytes)} "
-        f"({needed.kv_per_token / 1024:,.1f} KiB a token, {tokens:,} tokens, at most "
-        f"{engine.max_running} requests of {facts.max_model_len:,}), slots between pipeline stages "
-        f"{mib(0)}; {mib(needed.weights + cache.num_bytes)} in all"
+        f"({needed.kv_per_token / 1024:,.1f} KiB a token as {facts.kv_dtype}, {tokens:,} tokens, "
+        f"at most {engine.max_running} requests of {facts.max_model_len:,}), slots between "
+        f"pipeline stages {mib(0)}; {mib(needed.weights + cache.num_bytes)} in all"
     )
     if cache.holds_longest is False:
         longest = f"one request of {facts.max_model_len:,} tokens has no room"

@@ -97,7 +97,10 @@ def test_the_plan_and_the_memory_are_told_before_loading(
     assert "pipeline of 1 stage, layers 0 to 2" in text
     assert "INFO plan: tp 2, policy" in text
     # 3 layers x keys and values x 1 of 2 heads x 8 values x 4 bytes.
-    assert "keys and values 0.8 MiB (0.2 KiB a token, 4,112 tokens, at most 16 requests" in text
+    assert (
+        "keys and values 0.8 MiB (0.2 KiB a token as float32, 4,112 tokens, at most 16 requests"
+        in text
+    )
     assert "slots between pipeline stages 0 MiB" in text
     assert "fits in" in text
     assert "kv_memory=1048576" in text
@@ -105,6 +108,16 @@ def test_the_plan_and_the_memory_are_told_before_loading(
     assert "WARNING" not in text
     large = lines(caplog, checkpoint, kv=1 << 50)
     assert "does not fit in" not in large, "16 requests of 256 tokens are all it would use"
+
+
+def test_quantised_keys_are_counted_with_their_scales(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="layline.serve"):
+        announce(str(checkpoint), RunOptions(kv_dtype="int8", tp=2), ServeSettings())
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    # 3 layers x keys and values x 1 of 2 heads x (8 values and a scale of 2 bytes): 60 bytes.
+    assert "keys and values 0.2 MiB (0.1 KiB a token as int8, 4,112 tokens" in text
 
 
 def test_what_does_not_fit_is_a_warning(
