@@ -58,6 +58,8 @@ def service_on(llm: LLM, max_open: int | None = None, **settings: Any) -> Iterat
             max_model_len=llm.max_model_len,
             settings=ServeSettings(model_name=NAME, **settings),
             about={"architecture": "Llama"},
+            pooling=llm.facts.pooling,
+            hidden_size=llm.facts.config.hidden_size,
         )
     finally:
         engine.close()

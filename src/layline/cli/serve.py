@@ -192,6 +192,8 @@ def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings) -> int:
         max_model_len=llm.max_model_len,
         settings=settings,
         about=about(llm.facts, llm.engine_config),
+        pooling=llm.facts.pooling,
+        hidden_size=llm.facts.config.hidden_size,
     )
     serving = server.Serving(build_app(service), settings, ready)
     try:

@@ -11,12 +11,11 @@ from typing import Protocol
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
+from layline.engine.outcome import StepResult
 from layline.engine.step import MeshStep, RankStep
 from layline.errors import LaylineError
 from layline.layers.sampling_state import RowState
-from layline.sampling import SamplingParams, TokenLogprobs
-
-Token = tuple[int, TokenLogprobs | None]
+from layline.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +62,11 @@ class Executor(Protocol):
     def release(self, request_id: int, attn_dp: int, /) -> None:
         """Forget a request; one that is not known is no error."""
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
-        """Run a step; by DP rank, the tokens of its sampled rows in order.
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """Run a step, sample its rows and read what it says.
 
         A step may be given again: as long as its rows' indices are the same, so are its tokens.
-        Raises RunError when a row has no token or a rank failed.
+        A row that has none is told in the result. Raises RunError when a rank failed.
         """
 
     def memory(self) -> MemoryUse:

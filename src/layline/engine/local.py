@@ -8,8 +8,10 @@ import torch
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
-from layline.engine.executor import MemoryUse, RowSpec, SamplingRows, Token
+from layline.engine.drawing import draw_rows
+from layline.engine.executor import MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
+from layline.engine.outcome import StepResult
 from layline.engine.step import MeshStep
 from layline.errors import LaylineError
 from layline.layers.sampler import Sampler
@@ -34,11 +36,15 @@ class LocalExecutor:
         self._rows.release(request_id)
 
     @torch.inference_mode()
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
-        logits = self._runner.run(step)
-        sampled = self._sampler.sample(logits, self._rows.at(step.parts[0], rows[0]))
-        return [list(zip(sampled.read(), sampled.logprobs, strict=True))]
+        (part,) = step.parts
+        if part.reads:
+            logits, readings = self._runner.run_reading(step)
+        else:
+            logits, readings = self._runner.run(step), []
+        drawn = draw_rows(self._sampler, logits, self._rows.at(part, rows[0]))
+        return StepResult([drawn.read()], [readings])
 
     def memory(self) -> MemoryUse:
         """See Executor."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from layline.boundary.layout import BatchVariant
 from layline.boundary.rows import DpPadding, StepRows
 from layline.engine.balance import SampleRow
+from layline.engine.reading import RowRead
 from layline.engine.step import MeshStep, RankStep
 from layline.engine.wire import Part, Step, WireError
 from layline.layers.spans import Phase, SequenceSpan
@@ -68,7 +69,11 @@ class StepEncoder:
             for span in part.spans
         ]
         prefill = part.phase is Phase.PREFILL
-        return Part(prefill, spans, list(part.token_ids), list(part.samples))
+        reads = [
+            (read.span, read.first, read.count, list(read.next_ids), read.top, read.vocab)
+            for read in part.reads
+        ]
+        return Part(prefill, spans, list(part.token_ids), list(part.samples), reads)
 
     def _number(self, step: int, blocks: Sequence[int]) -> int:
         key = id(blocks)
@@ -106,4 +111,5 @@ class StepDecoder:
             for start, count, table, rope_length in part.spans
         )
         phase = Phase.PREFILL if part.prefill else Phase.DECODE
-        return RankStep(phase, spans, tuple(part.token_ids), tuple(part.samples))
+        reads = tuple(RowRead(*read[:3], tuple(read[3]), *read[4:]) for read in part.reads)
+        return RankStep(phase, spans, tuple(part.token_ids), tuple(part.samples), reads)

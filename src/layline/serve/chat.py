@@ -64,6 +64,7 @@ class ChatAnswer(Answering):
             model=self.service.settings.model_name,
             choices=list(choices),
             usage=usage,
+            system_fingerprint=self.service.fingerprint,
         )
 
     def whole(self, choices: Sequence[ChatChoice], usage: Usage) -> ChatCompletion:
@@ -74,6 +75,7 @@ class ChatAnswer(Answering):
             model=self.service.settings.model_name,
             choices=list(choices),
             usage=usage,
+            system_fingerprint=self.service.fingerprint,
         )
 
     def _reported(self, placed: Sequence[Placed]) -> ChatLogprobs | None:
