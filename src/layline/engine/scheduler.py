@@ -1,9 +1,8 @@
 """What runs in the next step. Pure Python without torch or a clock; the same calls always give the
 same steps.
 
-A step either prefills prompts, in chunks under a token budget, or decodes all requests whose prompt
-is in the cache. Which of the two a step prefers is the caller's to say; a scheduler without work of
-that phase runs the other.
+A step decodes every request whose prompt is in the cache, and fills what is left of its token
+budget with chunks of prompts. A caller whose steps must have one phase asks for whole phases.
 
 Blocks are taken as they are needed: those of the whole prompt at admission, one more whenever a
 decode fills its last. When none is left, the request that stands last loses its place: its blocks
@@ -21,7 +20,7 @@ from layline.engine.prefix import block_key, root_key
 from layline.engine.request import Request
 from layline.engine.waiting import Ticket, WaitingQueue
 from layline.errors import PromptError
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import Phase, SequenceSpan, StepPhase, step_phase
 
 BLOCK_SIZE = 16
 """Tokens in a block of the key-value cache."""
@@ -42,14 +41,24 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: its phase, its sequences in row order, and the token ids of its rows.
+    """One step: its sequences in row order, and the token ids of their rows.
 
-    A readmitted request may have several entries of one token each in a decode step.
+    The first ``num_decode`` entries decode, one token each; a readmitted request may have several
+    of them, in the order of their positions. The others prefill.
     """
 
-    phase: Phase
+    num_decode: int
     entries: tuple[StepEntry, ...]
     token_ids: tuple[int, ...]
+
+    @property
+    def phase(self) -> StepPhase:
+        """Which of the rows decode."""
+        return step_phase(self.num_decode, len(self.token_ids))
+
+
+_Rows = tuple[list[StepEntry], list[int]]
+"""Entries and the token ids of their rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,35 +172,50 @@ class Scheduler:
             self._release(request)
         self._nothing_fits = False
 
-    def next_step(
-        self, prefer: Phase = Phase.PREFILL, prefill_tokens: int | None = None
-    ) -> StepPlan | None:
-        """The next step, of the preferred phase where there is work of it; None without any work.
+    def next_step(self, prompt_tokens: int | None = None) -> StepPlan | None:
+        """All requests that can decode, and prompts with what they leave of the token budget.
 
-        A prefill has at most ``prefill_tokens`` tokens, and never more than the scheduler's limit.
+        None without any work. Prompts have at most ``prompt_tokens`` tokens, and at least one
+        however many requests decode: neither waits for the other.
         """
-        budget = min(self._prefill_tokens, prefill_tokens or self._prefill_tokens)
-        plan = self._decode() if prefer is Phase.DECODE else None
-        # Once more decodes: who is admitted may find all of its prompt in the cache.
-        return plan or self._prefill(budget) or self._decode()
+        decodes = self._decode()
+        budget = self._budget(prompt_tokens)
+        left = min(budget, max(1, self._prefill_tokens - len(decodes[0])))
+        return _joined(decodes, self._prefill(left)) or self._late_decode()
+
+    def next_phase(self, prefer: Phase, prompt_tokens: int | None = None) -> StepPlan | None:
+        """A step of one phase: the preferred one where there is work of it, else the other.
+
+        None without any work.
+        """
+        if prefer is Phase.DECODE:
+            plan = self._late_decode()
+            if plan is not None:
+                return plan
+        return _joined(([], []), self._prefill(self._budget(prompt_tokens))) or self._late_decode()
 
     def complete(self, plan: StepPlan) -> None:
         """Record that the step's tokens are in the cache."""
-        if plan.phase is Phase.PREFILL:
+        if plan.num_decode < len(plan.entries):
             self._nothing_fits = False  # A waiting request may share what was computed.
-        for entry in plan.entries:
+        for number, entry in enumerate(plan.entries):
             request = entry.request
-            request.num_computed = entry.span.length
-            request.num_read = max(request.num_read, entry.span.length)
-            if plan.phase is Phase.PREFILL or request.num_computed % self._block_size == 0:
+            request.num_computed = length = entry.span.length
+            request.num_read = max(request.num_read, length)
+            if number >= plan.num_decode or length % self._block_size == 0:
                 ticket = self._running.get(request.request_id)
                 if ticket is not None:
                     self._keep_blocks(ticket)
 
-    def _prefill(self, budget: int) -> StepPlan | None:
+    def _budget(self, prompt_tokens: int | None) -> int:
+        return min(self._prefill_tokens, prompt_tokens or self._prefill_tokens)
+
+    def _late_decode(self) -> StepPlan | None:
+        """Decodes alone. Who has just been admitted may have all of its prompt in the cache."""
+        return _joined(self._decode(), ([], []))
+
+    def _prefill(self, budget: int) -> _Rows:
         chunks = self._chunks(budget)
-        if not chunks:
-            return None
         entries: list[StepEntry] = []
         token_ids: list[int] = []
         for request, count in chunks:
@@ -201,7 +225,7 @@ class Scheduler:
             samples = span.length == total and not request.output_ids and request.most_tokens > 0
             entries.append(StepEntry(request, span, samples))
             token_ids.extend(request.prompt_ids[start : start + count])
-        return StepPlan(Phase.PREFILL, tuple(entries), tuple(token_ids))
+        return entries, token_ids
 
     def _chunks(self, budget: int) -> list[tuple[Request, int]]:
         """Whose prompt to compute, and how many tokens of it, ``budget`` at most in all.
@@ -304,10 +328,8 @@ class Scheduler:
         self._waiting.leave(ticket, admitted=True)
         self._running[request.request_id] = ticket
 
-    def _decode(self) -> StepPlan | None:
+    def _decode(self) -> _Rows:
         ready = [each.request for each in self._running.values() if each.request.is_prefilled]
-        if not ready:
-            return None
         ready = self._grow(ready)
         entries: list[StepEntry] = []
         token_ids: list[int] = []
@@ -325,9 +347,7 @@ class Scheduler:
                 span = SequenceSpan(position, 1, request.blocks, position + 1)
                 entries.append(StepEntry(request, span, position + 1 == known))
             token_ids.extend(request.token_ids(start, stop))
-        if not entries:
-            return None
-        return StepPlan(Phase.DECODE, tuple(entries), tuple(token_ids))
+        return entries, token_ids
 
     def _grow(self, ready: list[Request]) -> list[Request]:
         """Give a block to each request that has filled its last; those of ``ready`` that go on."""
@@ -388,3 +408,10 @@ class Scheduler:
             parent = keys[-1] if keys else root_key(request.cache_salt)
             start = len(keys) * self._block_size
             keys.append(block_key(parent, request.token_ids(start, start + self._block_size)))
+
+
+def _joined(decodes: _Rows, prompts: _Rows) -> StepPlan | None:
+    entries = (*decodes[0], *prompts[0])
+    if not entries:
+        return None
+    return StepPlan(len(decodes[0]), entries, (*decodes[1], *prompts[1]))

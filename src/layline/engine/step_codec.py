@@ -10,7 +10,7 @@ from layline.engine.balance import SampleRow
 from layline.engine.reading import RowRead
 from layline.engine.step import MeshStep, RankStep
 from layline.engine.wire import Part, Step, WireError
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import SequenceSpan
 
 KEPT_STEPS = 256
 """A table that this many steps did not use is forgotten on both sides."""
@@ -68,12 +68,11 @@ class StepEncoder:
             (span.start, span.count, self._number(step, span.blocks), span.rope_length)
             for span in part.spans
         ]
-        prefill = part.phase is Phase.PREFILL
         reads = [
             (read.span, read.first, read.count, list(read.next_ids), read.top, read.vocab)
             for read in part.reads
         ]
-        return Part(prefill, spans, list(part.token_ids), list(part.samples), reads)
+        return Part(part.num_decode, spans, list(part.token_ids), list(part.samples), reads)
 
     def _number(self, step: int, blocks: Sequence[int]) -> int:
         key = id(blocks)
@@ -110,6 +109,5 @@ class StepDecoder:
             SequenceSpan(start, count, self._tables[table], rope_length)
             for start, count, table, rope_length in part.spans
         )
-        phase = Phase.PREFILL if part.prefill else Phase.DECODE
         reads = tuple(RowRead(*read[:3], tuple(read[3]), *read[4:]) for read in part.reads)
-        return RankStep(phase, spans, tuple(part.token_ids), tuple(part.samples), reads)
+        return RankStep(part.num_decode, spans, tuple(part.token_ids), tuple(part.samples), reads)

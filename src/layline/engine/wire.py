@@ -72,7 +72,7 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     ``reads`` are the fields of its RowReads.
     """
 
-    prefill: bool
+    num_decode: int
     spans: list[tuple[int, int, int, int]]
     token_ids: list[int]
     samples: list[bool]

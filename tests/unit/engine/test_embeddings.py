@@ -127,7 +127,7 @@ def test_each_kind_of_model_refuses_the_other_work(tmp_path: Path) -> None:
         writes.embed([5])
     with pytest.raises(PromptError, match="65 tokens; expected at most 64, which is the context"):
         embeds.embed([[5] * 65])
-    with pytest.raises(PromptError, match="^prompt 1: the prompt is empty"):
+    with pytest.raises(PromptError, match=r"^prompt 1: the prompt is empty"):
         embeds.embed([[5], []])
 
 

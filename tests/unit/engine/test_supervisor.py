@@ -29,7 +29,7 @@ from layline.engine.remote import RemoteExecutor
 from layline.engine.step import IDLE, MeshStep, RankStep, ordinary_step
 from layline.engine.supervisor import Supervisor
 from layline.errors import CheckpointError, CollectiveError, RunError, TensorError
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import SequenceSpan
 from layline.topology import Topology
 
 SCRIPT = Path(__file__).parents[2] / "support" / "fake_rank.py"
@@ -83,7 +83,7 @@ def run() -> Iterator[Callable[..., Run]]:
 
 
 def a_step() -> tuple[MeshStep, list[list[SampleRow]]]:
-    part = RankStep(Phase.DECODE, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
+    part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
     return ordinary_step((part,), 1, DpPadding.MAX_LEN), [[SampleRow(0, 1)]]
 
 
@@ -359,7 +359,7 @@ def test_titles_name_the_place() -> None:
 
 def test_the_idle_part_travels(run: Callable[..., Run]) -> None:
     it = run("good", "good", attn_dp=2).start()
-    part = RankStep(Phase.DECODE, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
+    part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
     step = ordinary_step((IDLE, part), 1)
     # A fake rank answers the rows of all.
     answers = [[(1, None)], [(1, None)]]

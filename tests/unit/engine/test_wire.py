@@ -25,7 +25,7 @@ from layline.engine.step import IDLE, MeshStep, RankStep, ordinary_step
 from layline.engine.step_codec import KEPT_STEPS, StepDecoder, StepEncoder
 from layline.engine.wire import FrameReader, WireError, frame, from_rank_reader, to_rank_reader
 from layline.engine.worker import packed_tokens, spec_of
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import SequenceSpan
 from layline.sampling import SamplingParams, TokenLogprobs
 
 NATURAL = st.integers(0, 1 << 40)
@@ -121,7 +121,7 @@ def a_step(tables: list[list[int]], start: int = 0) -> MeshStep:
         for count, table in enumerate(tables)
     )
     ids = tuple(range(sum(span.count for span in spans)))
-    part = RankStep(Phase.PREFILL, spans, ids, tuple(i % 2 == 0 for i in range(len(spans))))
+    part = RankStep(1, spans, ids, tuple(i % 2 == 0 for i in range(len(spans))))
     rows = StepRows(BatchVariant.ORDINARY, ((len(ids),), (0,)), DpPadding.SUM_LEN)
     return MeshStep((part, IDLE), rows)
 
@@ -205,9 +205,7 @@ def test_readings_arrive_as_they_were() -> None:
     (arrived,) = from_rank_reader().feed(frame(packed_tokens(1, [], readings)))
     assert isinstance(arrived, wire.Tokens)
     assert readings_of(reads, arrived) == readings
-    part = RankStep(
-        Phase.PREFILL, (SequenceSpan(0, 4, [1], 4),), (1, 2, 3, 4), (True,), tuple(reads)
-    )
+    part = RankStep(0, (SequenceSpan(0, 4, [1], 4),), (1, 2, 3, 4), (True,), tuple(reads))
     step = ordinary_step((part,), 1)
     decoded, _ = StepDecoder().decode(StepEncoder().encode(1, step, [[]]))
     assert decoded.parts[0].reads == tuple(reads)
