@@ -74,6 +74,14 @@ def client_on(service: Service, **options: Any) -> Iterator[Any]:
         yield client
 
 
+def sdk_on(client: Any, **options: Any) -> Any:
+    """OpenAI's own client, asking through ``client``."""
+    import openai
+
+    options = {"api_key": "none", "max_retries": 0, **options}
+    return openai.OpenAI(base_url="http://testserver/v1", http_client=client, **options)
+
+
 def events(response: Any) -> list[Any]:
     """The events of a stream that has ended; the last is the text "[DONE]"."""
     found = []
