@@ -9,7 +9,7 @@ import pytest
 
 from layline import LLM, SamplingParams
 from layline.errors import RequestError
-from support.poison import POISON, save_poisoned
+from support.poisoned import POISON, save_poisoned
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 GOOD = [[5 + 7 * n % 60 for n in range(length)] for length in (37, 20, 3, 16)]

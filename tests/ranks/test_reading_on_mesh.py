@@ -26,6 +26,7 @@ from layline.topology import Topology
 from support.embedding import reference, save_embedder, unit
 from support.fake_requests import fake_request
 from support.mesh import poisoned_memory
+from support.poison import poison
 from support.tiny import VOCAB, save_tiny
 
 # Eight query heads and two key heads, so that attention TP 4 has replicas.
@@ -120,7 +121,7 @@ def read_on(topology: Topology, groups: Any, facts: ModelFacts, job: Any) -> lis
         loaded.bind_cache(BLOCKS)
         for layer in loaded.runner.model.layers:
             assert layer.self_attn.cache is not None
-            layer.self_attn.cache[16:].fill_(float("nan"))
+            poison(layer.self_attn.cache)
         return [loaded.runner.run_reading(plan.step)[1] for plan in plans]
 
 

@@ -64,7 +64,7 @@ def main() -> None:
             misbehave(connection, behaviour)
             ids = [message.number for part in message.rows for _ in part]
             failed = [(0, "no token", "a place")] if behaviour == "refuse" else []
-            connection.send(wire.Tokens(message.number, ids, [None] * len(ids), failed))
+            connection.send(wire.Tokens(message.number, ids, [None] * len(ids), failed=failed))
 
 
 if __name__ == "__main__":

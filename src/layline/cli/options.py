@@ -18,7 +18,6 @@ from layline.config import (
     KV_DTYPES,
     MAX_DEGREE,
     MAX_THREADS,
-    PLANNED_KV_DTYPES,
     EngineConfig,
 )
 from layline.errors import SamplingError
@@ -172,7 +171,7 @@ class RunOptions(MeshOptions, ComputeOptions):
         str,
         choice_option(
             "--kv-dtype",
-            (*KV_DTYPES, *PLANNED_KV_DTYPES),
+            KV_DTYPES,
             "type of cached keys and values; auto is that of the run",
         ),
     ] = EngineConfig.kv_dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from layline.engine.balance import MeshPlan, MeshScheduler, SampleRow
 from layline.engine.executor import Executor, MemoryUse, RowSpec
@@ -14,6 +15,7 @@ from layline.engine.reading import PromptReading
 from layline.engine.reading_plan import take_reading
 from layline.engine.request import FinishReason, Request
 from layline.engine.scheduler import SchedulerStats
+from layline.engine.step_times import StepTimes
 from layline.errors import PromptError, RunError, UnsupportedModelError
 from layline.sampling import SamplingParams, fresh_seed
 from layline.text.detokenize import IncrementalDecoder
@@ -26,7 +28,14 @@ class Engine:
     Calls may come from several threads: one runs at a time, and each step serves every request.
     """
 
-    def __init__(self, model: ServedModel, scheduler: MeshScheduler, executor: Executor) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        scheduler: MeshScheduler,
+        executor: Executor,
+        times: StepTimes | None = None,
+    ) -> None:
+        self.times = times or StepTimes()
         self._model = model
         self._scheduler = scheduler
         self._executor = executor
@@ -159,12 +168,16 @@ class Engine:
                 self._forget_dropped()
 
     def _step(self) -> None:
+        self.times.end_step()
+        begin = perf_counter()
         plan = self._scheduler.next_step()
         if plan is None:
             return
+        self.times.since("schedule", begin)
         sampling = plan.sampling
         rows = [[SampleRow(r.request_id, len(r.output_ids)) for r in part] for part in sampling]
         result = self._executor.execute(plan.step, rows)
+        begin = perf_counter()
         # Only now: a step that failed or was interrupted can be run again as if it had not begun.
         self._scheduler.complete(plan)
         self._take_readings(plan, result)
@@ -174,6 +187,7 @@ class Engine:
             # A request that ended while the step ran takes no token.
             if request.finish_reason is None:
                 interruption = self._take_token(request, outcome) or interruption
+        self.times.since("deliver", begin)
         if interruption is not None:
             raise interruption
 

@@ -22,6 +22,7 @@ from layline.engine.output import (
 )
 from layline.engine.progress import progress_bar
 from layline.engine.request import Request
+from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError, PromptError, RequestError, UsageError, one_of
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.text.tokenizer import Tokenizer
@@ -54,11 +55,12 @@ class LLM:
         if "kv_memory" in flags:
             flags["kv_memory"] = parse_size(flags["kv_memory"])
         self.engine_config = EngineConfig(**{k: v for k, v in flags.items() if v is not None})
-        self._model, executor = launch(self.engine_config)
+        times = StepTimes()
+        self._model, executor = launch(self.engine_config, times)
         scheduler = MeshScheduler.of(
             self.engine_config, executor.num_blocks, shares=self._model.facts.shares_prefixes
         )
-        self._engine = Engine(self._model, scheduler, executor)
+        self._engine = Engine(self._model, scheduler, executor, times)
         self._executor = executor
         # With the engine, not with this object: streams may outlive it.
         self._close = weakref.finalize(self._engine, executor.close)

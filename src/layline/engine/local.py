@@ -13,6 +13,7 @@ from layline.engine.executor import MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
 from layline.engine.outcome import StepResult
 from layline.engine.step import MeshStep
+from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError
 from layline.layers.sampler import Sampler
 
@@ -20,8 +21,9 @@ from layline.layers.sampler import Sampler
 class LocalExecutor:
     """The whole model in this process: one rank."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, times: StepTimes | None = None) -> None:
         self.loaded = loaded
+        self._times = times or StepTimes()
         self.num_blocks = loaded.num_blocks
         self._runner = loaded.runner
         self._sampler = Sampler()
@@ -39,12 +41,17 @@ class LocalExecutor:
     def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
         (part,) = step.parts
+        clock = self._runner.clock
+        clock.start()
         if part.reads:
             logits, readings = self._runner.run_reading(step)
         else:
             logits, readings = self._runner.run(step), []
-        drawn = draw_rows(self._sampler, logits, self._rows.at(part, rows[0]))
-        return StepResult([drawn.read()], [readings])
+        clock.lap("execute")
+        drawn = draw_rows(self._sampler, logits, self._rows.at(part, rows[0])).read()
+        clock.lap("sample")
+        self._times.add_passes([clock.times()])
+        return StepResult([drawn], [readings])
 
     def memory(self) -> MemoryUse:
         """See Executor."""

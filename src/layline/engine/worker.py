@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from layline.config import EngineConfig
 from layline.engine.executor import RowSpec, SamplingRows
 from layline.engine.memory import peak_bytes
@@ -152,6 +154,8 @@ class Rank:
 
         from layline.engine.drawing import draw_rows
 
+        clock = self.loaded.runner.clock
+        clock.start()
         step, rows = self._steps.decode(message)
         part = step.parts[self._attn_dp]
         with torch.inference_mode():
@@ -159,11 +163,14 @@ class Rank:
                 logits, readings = self.loaded.runner.run_reading(step)
             else:
                 logits, readings = self.loaded.runner.run(step), []
+            clock.lap("execute")
             if not self.leads:
                 return None
             states = self._rows.at(part, rows[self._attn_dp])
             drawn = draw_rows(self._sampler, logits, states).read()
-        return packed_tokens(message.number, drawn, readings)
+        reply = packed_tokens(message.number, drawn, readings)
+        clock.lap("sample")
+        return msgspec.structs.replace(reply, times=clock.times())
 
 
 def load_rank(start: Start, store: Any = None) -> Rank:
@@ -276,7 +283,8 @@ def packed_tokens(
         else:
             ids.append(one[0])
             logprobs.append(None if one[1] is None else packed_logprobs(one[1]))
-    return Tokens(number, ids, logprobs, failed, [packed_reading(one) for one in readings])
+    reads = [packed_reading(one) for one in readings]
+    return Tokens(number, ids, logprobs, failed=failed, reads=reads)
 
 
 def packed_reading(reading: Reading | FailedRow) -> Read:

@@ -24,7 +24,7 @@ from layline.layers.sampling_state import RowState
 from layline.models.registry import family_of
 from layline.weights.opening import open_checkpoint
 from support.families import reference
-from support.poison import POISON, save_poisoned
+from support.poisoned import POISON, save_poisoned
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=3)
@@ -97,24 +97,32 @@ def memory_of(path: Path, blocks: int) -> int:
     return (blocks + 1) * BLOCK_SIZE * slot_bytes(config, torch.float32)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("shares", [True, False])
-def test_poison_in_the_cache_reaches_nobody(checkpoint: tuple[Path, Any], shares: bool) -> None:
+def test_poison_in_the_cache_reaches_nobody(
+    checkpoint: tuple[Path, Any], shares: bool, kv_dtype: str
+) -> None:
     """Every block has held NaN before others use it, and longer neighbours pad shorter ones."""
-    path, _ = checkpoint
-    memory = memory_of(path, 9)
-    llm = llm_on(checkpoint, kv_memory=memory, prefix_cache=shares, max_model_len=96)
+    flags = {"prefix_cache": shares, "max_model_len": 96, "kv_dtype": kv_dtype}
+    fresh = llm_on(checkpoint, **flags)
+    alone = [fresh.generate([ids], GREEDY)[0].token_ids for ids in GOOD]
+    if kv_dtype == "auto":
+        assert alone == wanted(checkpoint)
+    llm = llm_on(checkpoint, kv_memory=memory_of(checkpoint[0], 9), **flags)
     with pytest.raises(RequestError) as caught:
         llm.generate([[POISON, *range(3, 93)], [POISON] * 90], GREEDY)
     assert [output.finish_reason for output in caught.value.outputs] == ["error"] * 2
     executor = llm._engine._executor
     assert isinstance(executor, LocalExecutor)
     caches = [layer.self_attn.cache for layer in executor.loaded.runner.model.layers]
-    assert all(cache is not None and cache[BLOCK_SIZE:].isnan().any() for cache in caches)
-    assert all(cache is not None and not cache[:BLOCK_SIZE].any() for cache in caches)
+    for cache in caches:
+        assert cache is not None
+        assert cache.read(slice(BLOCK_SIZE, None)).isnan().any()
+        assert not cache.read(slice(BLOCK_SIZE)).any()
     for together in (GOOD, GOOD[::-1], GOOD[:1], GOOD[1:3]):
         outputs = llm.generate(together, GREEDY)
         indices = [GOOD.index(ids) for ids in together]
-        assert [output.token_ids for output in outputs] == [wanted(checkpoint)[i] for i in indices]
+        assert [output.token_ids for output in outputs] == [alone[i] for i in indices]
     accounted(llm)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from layline import LLM
 from layline.text.stop import StopMatcher
-from support.poison import WORD, save_poisoned
+from support.poisoned import WORD, save_poisoned
 from support.serving import NAME, client_on, events, sdk_on, service_on, wait_for
 
 GOOD = "w2 w6"
