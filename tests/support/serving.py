@@ -90,7 +90,7 @@ def sdk_on(client: Any, **options: Any) -> Any:
     import openai
 
     options = {"api_key": "none", "max_retries": 0, **options}
-    return openai.OpenAI(base_url="http://testserver/v1", http_client=client, **options)
+    return openai.OpenAI(base_url=client.base_url.join("/v1"), http_client=client, **options)
 
 
 def events(response: Any) -> list[Any]:
