@@ -17,7 +17,9 @@ from layline.engine.request import FinishReason, Request
 from layline.engine.scheduler import SchedulerStats
 from layline.engine.step_times import StepTimes
 from layline.errors import PromptError, RunError, UnsupportedModelError
+from layline.grammar import Grammar
 from layline.sampling import SamplingParams, fresh_seed
+from layline.text.constraint import Constraint, ConstraintCompiler
 from layline.text.detokenize import IncrementalDecoder
 from layline.text.stop import StopMatcher
 
@@ -39,6 +41,7 @@ class Engine:
         self._model = model
         self._scheduler = scheduler
         self._executor = executor
+        self._constraints = ConstraintCompiler(model.tokenizer)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._in_step = False
@@ -68,6 +71,13 @@ class Engine:
         with self._lock:
             return self._scheduler.stats
 
+    def compile(self, grammar: Grammar) -> Constraint:
+        """Compile a grammar for this model's vocabulary; any thread may do so, and steps go on.
+
+        Raises SamplingError for one that cannot be followed.
+        """
+        return self._constraints.compile(grammar)
+
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -75,16 +85,22 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        shown_ids: frozenset[int] = frozenset(),
+        constraint: Constraint | None = None,
         embeds: bool = False,
     ) -> Request:
         """Queue a request. Raises PromptError or SamplingError for one that can never run.
 
         Those with a higher ``priority`` are admitted first; only those with the same ``cache_salt``
-        share cached beginnings of prompts. One that ``embeds`` generates nothing, whatever
-        ``params`` say; raises UnsupportedModelError when the model does not do what is asked.
+        share cached beginnings of prompts. ``shown_ids`` are in the text although they are special.
+        ``constraint`` is the compiled grammar of ``params``; without it it is compiled here. One
+        that ``embeds`` generates nothing, whatever ``params`` say. Raises UnsupportedModelError
+        when the model does not do what is asked.
         """
         self._check_open()
         reading = self._reading(params, embeds=embeds)
+        if params.grammar is not None and constraint is None:
+            constraint = self.compile(params.grammar)
         room = self._model.facts.max_model_len - len(prompt_ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         if embeds:
@@ -92,13 +108,15 @@ class Engine:
         self._check_prompt(prompt_ids, room, least=0 if embeds or params.max_tokens == 0 else 1)
         tokenizer = self._model.tokenizer
         end_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        if not params.ignore_eos or constraint is not None:
             end_ids |= tokenizer.eos_ids
         request = Request(
             request_id=next(self._ids),
             prompt_ids=tuple(prompt_ids),
             params=params,
-            decoder=IncrementalDecoder(tokenizer, prompt_ids, skip_special=params.skip_special),
+            decoder=IncrementalDecoder(
+                tokenizer, prompt_ids, skip_special=params.skip_special, shown_ids=shown_ids
+            ),
             stops=StopMatcher(params.stop, include_in_output=params.include_stop_in_output),
             end_ids=end_ids,
             most_tokens=most,
@@ -113,6 +131,7 @@ class Engine:
             prompt_ids=request.prompt_ids,
             eos_ids=tokenizer.eos_ids,
             banned_ids=tokenizer.unused_ids,
+            constraint=constraint,
         )
         with self._lock:
             self._scheduler.add(request)

@@ -34,22 +34,34 @@ class DrawnRows:
         return found
 
 
-def draw_rows(sampler: Sampler, logits: torch.Tensor, rows: Sequence[RowState]) -> DrawnRows:
-    """Draw every row of ``logits`` [rows, vocab].
+def draw_rows(
+    sampler: Sampler, logits: torch.Tensor, rows: Sequence[RowState | FailedRow]
+) -> DrawnRows:
+    """Draw every row of ``logits`` [rows, vocab] that has not failed before.
 
     A row's token depends on nothing but its logits and its state, so those that are drawn again
     alone get the same. Raises what concerns the whole step.
     """
-    try:
-        return DrawnRows([sampler.sample(logits, rows)])
-    except OF_THE_STEP:
-        raise
-    except Exception as error:
-        if len(rows) == 1:
-            return DrawnRows([FailedRow.of(error)])
+    states = [row for row in rows if isinstance(row, RowState)]
+    if len(states) == len(rows):
+        try:
+            return DrawnRows([sampler.sample(logits, states)])
+        except OF_THE_STEP:
+            raise
+        except Exception:
+            # Whose it is shows when each is drawn alone.
+            pass
     return DrawnRows([_alone(sampler, logits[i : i + 1], row) for i, row in enumerate(rows)])
 
 
-def _alone(sampler: Sampler, logits: torch.Tensor, row: RowState) -> SampledBatch | FailedRow:
-    (part,) = draw_rows(sampler, logits, [row])._parts
-    return part
+def _alone(
+    sampler: Sampler, logits: torch.Tensor, row: RowState | FailedRow
+) -> SampledBatch | FailedRow:
+    if isinstance(row, FailedRow):
+        return row
+    try:
+        return sampler.sample(logits, [row])
+    except OF_THE_STEP:
+        raise
+    except Exception as error:
+        return FailedRow.of(error)

@@ -184,6 +184,31 @@ def test_an_error_in_sampling_one_row(
     accounted(llm)
 
 
+def test_an_error_in_taking_a_token(
+    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar, say, that cannot go past what was drawn."""
+    llm = llm_on(checkpoint)
+    alone = [output.token_ids for output in llm.generate(GOOD, DRAWN)]
+    requests = [llm._engine.submit(ids, DRAWN) for ids in GOOD]
+    executor = llm._engine._executor
+    assert isinstance(executor, LocalExecutor)
+    state = executor._rows._states[requests[0].request_id]
+    observe = RowState.observe
+
+    def broken(self: RowState, token_id: int) -> None:
+        if self is state and self.num_produced == 3:
+            raise ValueError("what was asked")
+        observe(self, token_id)
+
+    monkeypatch.setattr(RowState, "observe", broken)
+    llm._engine.run(requests)
+    assert str(requests[0].error) == "the request failed: an internal error (ValueError)"
+    assert requests[0].output_ids == alone[0][:3]
+    assert [request.output_ids for request in requests[1:]] == alone[1:]
+    accounted(llm)
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), MemoryError("planted")])
 def test_errors_of_the_whole_step_are_nobodys_own(
     checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, error: Exception
