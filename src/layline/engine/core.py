@@ -275,7 +275,8 @@ class Engine:
             return PromptReading(last_only=pooling.last_only)
         if pooling is not None:
             raise UnsupportedModelError(
-                "this model makes embeddings and generates no text; expected embed"
+                "this model makes embeddings and generates no text; use LLM.embed, or "
+                "/v1/embeddings of layline serve"
             )
         if params.prompt_logprobs is None:
             return None
