@@ -92,6 +92,8 @@ def service_on(llm: LLM, max_open: int | None = None, **settings: Any) -> Iterat
             settings=ServeSettings(model_name=NAME, **settings),
             about=describe(plan_of(llm), llm.engine_config),
             kv_bytes=usable_kv_bytes(llm),
+            pooling=llm.facts.pooling,
+            hidden_size=llm.facts.config.hidden_size,
         )
 
 
@@ -103,6 +105,14 @@ def client_on(service: Service, **options: Any) -> Iterator[Any]:
     options = {"base_url": "http://127.0.0.1", **options}
     with TestClient(build_app(service), **options) as client:
         yield client
+
+
+def sdk_on(client: Any, **options: Any) -> Any:
+    """OpenAI's own client, asking through ``client``."""
+    import openai
+
+    options = {"api_key": "none", "max_retries": 0, **options}
+    return openai.OpenAI(base_url=client.base_url.join("/v1"), http_client=client, **options)
 
 
 def events(response: Any) -> list[Any]:
