@@ -6,9 +6,10 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 
-from layline.engine.balance import MeshScheduler, SampleRow
+from layline.engine.balance import MeshScheduler
 from layline.engine.executor import Executor, MemoryUse, RowSpec
 from layline.engine.facts import ServedModel
+from layline.engine.pipeline import StepPipeline
 from layline.engine.request import FinishReason, Request
 from layline.engine.scheduler import SchedulerStats
 from layline.errors import PromptError, RunError
@@ -21,11 +22,20 @@ class Engine:
     """Runs requests to their end, many at a time, on one model.
 
     Calls may come from several threads: one runs at a time, and each step serves every request.
+    With ``overlaps`` a step is planned and launched before the tokens of the one before are read.
     """
 
-    def __init__(self, model: ServedModel, scheduler: MeshScheduler, executor: Executor) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        scheduler: MeshScheduler,
+        executor: Executor,
+        *,
+        overlaps: bool = False,
+    ) -> None:
         self._model = model
         self._scheduler = scheduler
+        self._pipeline = StepPipeline(scheduler, executor, overlaps=overlaps)
         self._executor = executor
         self._ids = itertools.count()
         self._lock = threading.RLock()
@@ -137,8 +147,16 @@ class Engine:
             if not request.events and request.finish_reason is None:
                 self.step()
 
+    @property
+    def num_ahead(self) -> int:
+        """Steps that were launched before the tokens of the one before them were read."""
+        return self._pipeline.num_ahead
+
     def step(self) -> None:
-        """Run one step; the tokens it produces go to their requests' ``events``."""
+        """Wait for one step; the tokens it produces go to their requests' ``events``.
+
+        With overlap the step after it is launched first.
+        """
         with self._lock:
             self._check_open()
             self._forget_dropped()
@@ -148,20 +166,18 @@ class Engine:
             finally:
                 self._in_step = False
                 self._forget_dropped()
+                if self._scheduler.num_unfinished == 0:
+                    self._pipeline.forget()
 
     def _step(self) -> None:
-        plan = self._scheduler.next_step()
-        if plan is None:
+        result = self._pipeline.advance()
+        if result is None:
             return
-        sampling = plan.sampling
-        rows = [[SampleRow(r.request_id, len(r.output_ids)) for r in part] for part in sampling]
-        tokens = self._executor.execute(plan.step, rows)
-        # Only now: a step that failed or was interrupted can be run again as if it had not begun.
-        self._scheduler.complete(plan)
+        sampling, tokens = result.plan.sampling, result.tokens
         drawn = zip(itertools.chain(*sampling), itertools.chain(*tokens), strict=True)
-        # A request that was aborted while the step ran takes no token.
+        # A request that has ended since the step was planned takes no token.
         live = [one for one in drawn if one[0].finish_reason is None]
-        failed: BaseException | None = None
+        failed: BaseException | None = result.failure
         for request, (token_id, logprobs) in live:
             try:
                 request.accept(token_id, logprobs)

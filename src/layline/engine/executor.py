@@ -5,13 +5,14 @@ No torch here: whoever drives models in other processes needs none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
 from layline.engine.step import MeshStep, RankStep
+from layline.engine.step_plan import sampled_row
 from layline.errors import LaylineError
 from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams, TokenLogprobs
@@ -51,8 +52,14 @@ class MemoryUse:
     worker_peaks: tuple[int, ...] = ()
 
 
+class Launched:
+    """A step that an executor has taken on; what more it is only that executor knows."""
+
+    __slots__ = ()
+
+
 class Executor(Protocol):
-    """Runs steps on every rank of a mesh. Calls come from one thread at a time."""
+    """Runs steps on every rank of a mesh, in order. Calls come from one thread at a time."""
 
     num_blocks: int
     """Cache blocks of each attention DP rank, block 0 included."""
@@ -63,12 +70,24 @@ class Executor(Protocol):
     def release(self, request_id: int, attn_dp: int, /) -> None:
         """Forget a request; one that is not known is no error."""
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
-        """Run a step; by DP rank, the tokens of its sampled rows in order.
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """Have a step run after those that are under way; waits for none of it where it need not.
 
-        A step may be given again: as long as its rows' indices are the same, so are its tokens.
-        Raises RunError when a row has no token or a rank failed.
+        ``before`` is the step whose tokens the plan does not know yet. A step may be given again:
+        as long as its rows' indices are the same, so are its tokens. Raises RunError as collect.
         """
+
+    def collect(self, launched: Launched, /) -> list[list[Token]]:
+        """Wait for a step; by DP rank, the tokens of its sampled rows in order.
+
+        Steps are asked for in their order, perhaps not all of them; one may be asked for again
+        when the wait was interrupted. Raises RunError when a row has no token or a rank failed.
+        """
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+        """Launch a step that knows all its tokens, and collect it."""
 
     def memory(self) -> MemoryUse:
         """What the ranks hold."""
@@ -97,20 +116,33 @@ class SamplingRows:
         """Drop a request, if it is there."""
         self._states.pop(request_id, None)
 
-    def at(self, part: RankStep, rows: Sequence[SampleRow]) -> list[RowState]:
-        """The states for this step's draws.
+    def at(
+        self,
+        part: RankStep,
+        rows: Sequence[SampleRow],
+        read_before: Callable[[], Sequence[int]] | None = None,
+    ) -> list[RowState]:
+        """The states for this step's draws; ``read_before`` gives the tokens of the step before.
 
         A request's latest token is the one that its sampled row is fed, so a state follows the
-        plan and not the draws: a step that is run a second time draws the same.
+        plan and not the draws: a step that is run a second time draws the same. Where the plan does
+        not know that token it is waited for, but only for a state that depends on it.
         """
         states = []
         for row, fed in zip(rows, _sampled_inputs(part), strict=True):
             state = self._states[row.request_id]
-            if state.num_produced < row.index:
-                state.append(fed)
+            if not state.needs_history:
+                state.num_produced = row.index
+            elif state.num_produced < row.index:
+                state.append(fed if fed >= 0 else _read(read_before, fed))
             assert state.num_produced == row.index, "a request's tokens are fed one by one"
             states.append(state)
         return states
+
+
+def _read(read_before: Callable[[], Sequence[int]] | None, fed: int) -> int:
+    assert read_before is not None, "the plan refers to a step that is not there"
+    return read_before()[sampled_row(fed)]
 
 
 def _sampled_inputs(part: RankStep) -> list[int]:

@@ -51,7 +51,9 @@ class LLM:
         scheduler = MeshScheduler.of(
             self.engine_config, executor.num_blocks, shares=self._model.facts.shares_prefixes
         )
-        self._engine = Engine(self._model, scheduler, executor)
+        self._engine = Engine(
+            self._model, scheduler, executor, overlaps=self.engine_config.overlaps
+        )
         self._executor = executor
         # With the engine, not with this object: streams may outlive it.
         self._close = weakref.finalize(self._engine, executor.close)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
-from layline.engine.executor import MemoryUse, RowSpec, SamplingRows, Token
+from layline.engine.executor import Launched, MemoryUse, RowSpec, SamplingRows, Token
 from layline.engine.model import LoadedModel
 from layline.engine.step import MeshStep
 from layline.errors import LaylineError
-from layline.layers.sampler import Sampler
+from layline.layers.sampler import SampledBatch, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalStep(Launched):
+    sampled: SampledBatch
 
 
 class LocalExecutor:
@@ -34,11 +40,25 @@ class LocalExecutor:
         self._rows.release(request_id)
 
     @torch.inference_mode()
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """See Executor. On the CPU the step is done when this returns."""
+        sampled = before.sampled if isinstance(before, _LocalStep) else None
+        logits = self._runner.run(step, None if sampled is None else sampled.token_ids)
+        read = None if sampled is None else sampled.read
+        states = self._rows.at(step.parts[0], rows[0], read)
+        return _LocalStep(self._sampler.sample(logits, states))
+
+    def collect(self, launched: Launched, /) -> list[list[Token]]:
+        """See Executor."""
+        assert isinstance(launched, _LocalStep)
+        sampled = launched.sampled
+        return [list(zip(sampled.read(), sampled.logprobs, strict=True))]
+
     def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
         """See Executor."""
-        logits = self._runner.run(step)
-        sampled = self._sampler.sample(logits, self._rows.at(step.parts[0], rows[0]))
-        return [list(zip(sampled.read(), sampled.logprobs, strict=True))]
+        return self.collect(self.launch(step, rows, None))
 
     def memory(self) -> MemoryUse:
         """See Executor."""

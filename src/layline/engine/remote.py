@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from layline.comm.groups import CollectiveKind, CollectiveRecord
 from layline.engine import wire
 from layline.engine.balance import SampleRow
-from layline.engine.executor import MemoryUse, RowSpec, Token
+from layline.engine.executor import Launched, MemoryUse, RowSpec, Token
 from layline.engine.ranks import rebuilt
 from layline.engine.step import MeshStep
 from layline.engine.step_codec import StepEncoder
@@ -17,6 +17,11 @@ from layline.engine.supervisor import Supervisor
 from layline.errors import LaylineError, RunError
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.topology import GroupName, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteStep(Launched):
+    number: int
 
 
 class RemoteExecutor:
@@ -74,17 +79,29 @@ class RemoteExecutor:
         if self._supervisor.is_running:
             self._supervisor.post(wire.Release(request_id), self._leaders[attn_dp])
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
-        """See Executor."""
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """See Executor. Ranks find the step in their connection when they are done with others."""
         self._number += 1
-        self._supervisor.post(self._steps.encode(self._number, step, rows))
+        fed = before.number if isinstance(before, _RemoteStep) else 0
+        self._supervisor.post(self._steps.encode(self._number, step, rows, fed))
         self._steps.sent()
+        return _RemoteStep(self._number)
+
+    def collect(self, launched: Launched, /) -> list[list[Token]]:
+        """See Executor."""
+        assert isinstance(launched, _RemoteStep)
         kinds = (wire.Tokens, wire.Refused)
-        replies = self._supervisor.collect(kinds, self._leaders, self._number)
+        replies = self._supervisor.collect(kinds, self._leaders, launched.number)
         for reply in replies:
             if isinstance(reply, wire.Refused):
                 raise rebuilt(reply.error, reply.message)
         return [tokens_of(reply) for reply in replies]
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+        """See Executor."""
+        return self.collect(self.launch(step, rows, None))
 
     def memory(self) -> MemoryUse:
         """See Executor."""

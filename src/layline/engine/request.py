@@ -39,6 +39,8 @@ class Request:
     rank it runs on. Requests of a higher ``priority`` are admitted first; those with the same
     ``cache_salt`` share cached beginnings. ``num_cached`` counts prompt tokens that were found in
     the cache when the request was first admitted, ``num_preempted`` how often it lost its blocks.
+    ``num_pending`` counts tokens that steps under way sample, the latest of them from the sampled
+    row ``pending_row``.
     """
 
     request_id: int
@@ -55,6 +57,8 @@ class Request:
     events: deque[TokenEvent] = field(default_factory=deque)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_pending: int = 0
+    pending_row: int = 0
     num_cached: int = 0
     num_preempted: int = 0
     attn_dp: int = 0
@@ -87,6 +91,11 @@ class Request:
     def is_prefilled(self) -> bool:
         """True when every prompt token is in the cache."""
         return self.num_computed >= len(self.prompt_ids)
+
+    @property
+    def must_end(self) -> bool:
+        """True when the tokens under way are the last that it may generate."""
+        return self.num_pending > 0 and self.num_pending + len(self.output_ids) >= self.most_tokens
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take one generated token: its text, and whether the request ends with it."""

@@ -14,11 +14,13 @@ import socket
 import sys
 import threading
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from layline.config import EngineConfig
 from layline.engine.executor import RowSpec, SamplingRows
 from layline.engine.memory import peak_bytes
+from layline.engine.replies import Replies
 from layline.engine.step_codec import StepDecoder
 from layline.engine.wire import (
     Admit,
@@ -41,13 +43,14 @@ from layline.engine.wire import (
     Tokens,
     WireError,
 )
-from layline.errors import LaylineError
+from layline.errors import LaylineError, RunError
 from layline.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from layline.comm.groups import Groups
     from layline.comm.recording import Recorder
     from layline.engine.model import LoadedModel
+    from layline.layers.sampler import SampledBatch
 
 BEAT_S = 1.0
 LOST = 3
@@ -113,9 +116,14 @@ class Rank:
         self._rows = SamplingRows()
         self._steps = StepDecoder()
         self._sampler = Sampler()
+        # By step, what the last two gave.
+        self._sampled: dict[int, SampledBatch] = {}
 
     def answer(self, message: Any) -> Any:
-        """Carry out one message; the reply, or None. Raises what makes the rank unusable."""
+        """Carry out one message; the reply, a function that waits for it, or None.
+
+        Raises what makes the rank unusable.
+        """
         if isinstance(message, Step):
             return self._step(message)
         if isinstance(message, Admit):
@@ -149,18 +157,26 @@ class Rank:
         import torch
 
         step, rows = self._steps.decode(message)
+        # None where a step was refused: this one is of no use then, but its collectives are.
+        before = self._sampled.get(message.before)
         with torch.inference_mode():
-            logits = self.loaded.runner.run(step)
+            logits = self.loaded.runner.run(step, None if before is None else before.token_ids)
             if not self.leads:
                 return None
-            states = self._rows.at(step.parts[self._attn_dp], rows[self._attn_dp])
             try:
+                if before is None and message.before:
+                    raise RunError(f"step {message.before} has no tokens to go on from")
+                read = None if before is None else before.read
+                states = self._rows.at(step.parts[self._attn_dp], rows[self._attn_dp], read)
                 sampled = self._sampler.sample(logits, states)
-                ids, logprobs = sampled.read(), sampled.logprobs
             except LaylineError as error:
                 # The other ranks have finished this step as well: only its tokens are missing.
                 return Refused(message.number, type(error).__name__, str(error))
-        return Tokens(message.number, ids, [packed_logprobs(one) for one in logprobs])
+        self._sampled[message.number] = sampled
+        # A step refers to the one before it, and again if it has to be sent again.
+        if len(self._sampled) > 2:
+            del self._sampled[next(iter(self._sampled))]
+        return partial(tokens_reply, message.number, sampled)
 
 
 def load_rank(start: Start, store: Any = None) -> Rank:
@@ -224,15 +240,17 @@ def serve(connection: Connection, hello: Hello, *, owns_process: bool, store: An
 
 def obey(connection: Connection, rank: Rank) -> int:
     """Carry out messages until one says stop, or none can come any more."""
-    while True:
-        message = connection.receive()
-        if message is None:
-            return LOST
-        if isinstance(message, Stop):
-            return message.status
-        reply = rank.answer(message)
-        if reply is not None:
-            connection.send(reply)
+    # Where steps are only queued, the next one is queued too before the first is waited for.
+    with Replies(connection, queues=rank.loaded.device.type == "cuda") as replies:
+        while True:
+            message = connection.receive()
+            if message is None:
+                return LOST
+            if isinstance(message, Stop):
+                return message.status
+            reply = rank.answer(message)
+            if reply is not None:
+                replies.put(reply)
 
 
 def report(connection: Connection, error: Exception) -> None:
@@ -256,6 +274,15 @@ def spec_of(message: Admit) -> RowSpec:
         eos_ids=frozenset(message.eos_ids),
         banned_ids=frozenset(message.banned_ids),
     )
+
+
+def tokens_reply(number: int, sampled: SampledBatch) -> Tokens | Refused:
+    """What a step gave, once it is there."""
+    try:
+        ids, logprobs = sampled.read(), sampled.logprobs
+    except LaylineError as error:
+        return Refused(number, type(error).__name__, str(error))
+    return Tokens(number, ids, [packed_logprobs(one) for one in logprobs])
 
 
 def packed_logprobs(found: TokenLogprobs | None) -> tuple[float, list[tuple[int, float]]] | None:

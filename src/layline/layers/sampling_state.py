@@ -113,6 +113,11 @@ class RowState:
         known = sorted({int(i) for i in ids if 0 <= i < self.valid_vocab})
         return np.array(known, dtype=np.int64) if known else _NO_IDS
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on the ids of the tokens before it, and not just their number."""
+        return self.seen is not None
+
     def append(self, token_id: int) -> None:
         """Record a generated token: the next draw is for the token after it."""
         self.advance()

@@ -75,10 +75,10 @@ def test_hundreds_of_requests_with_cancels_and_failed_steps(
     executor: Any = engine._executor
     run = executor._runner.run
 
-    def failing(step: Any) -> Any:
+    def failing(*step: Any) -> Any:
         if draw.random() < 0.05:
             raise RunError("planted")
-        return run(step)
+        return run(*step)
 
     monkeypatch.setattr(executor._runner, "run", failing)
     made: list[Request] = []
@@ -142,9 +142,11 @@ def test_a_text_that_fails_ends_its_own_request_only(
 
 def test_what_can_never_fit_is_refused_and_leaves_nothing(directory: Path) -> None:
     from layline.engine.balance import MeshScheduler
+    from layline.engine.core import Engine
 
     llm = LLM(str(directory), threads=1)
-    llm._engine._scheduler = MeshScheduler.of(llm.engine_config, 3)
+    scheduler = MeshScheduler.of(llm.engine_config, 3)
+    llm._engine = Engine(llm._model, scheduler, llm._executor)
     with pytest.raises(PromptError, match=r"has 40 tokens .* grow to 52, but the cache holds 32"):
         llm.generate([TREE], GREEDY)
     accounted(llm)

@@ -203,7 +203,7 @@ def test_the_first_to_end_is_the_cause(run: Callable[..., Run]) -> None:
 def test_a_failure_can_be_awaited_once(run: Callable[..., Run]) -> None:
     it = run("die", "hang").start()
     assert not it.supervisor.await_failure(0.1)
-    it.supervisor.post(wire.Step(1, [], "", [], "", [], {}, []))
+    it.supervisor.post(wire.Step(1, 0, [], "", [], "", [], {}, []))
     with pytest.raises(RunError, match=r"^rank 0 .* ended unexpectedly"):
         it.supervisor.await_failure(5.0)
     assert it.supervisor.await_failure(5.0), "it has been told"

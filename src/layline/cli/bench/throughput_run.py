@@ -18,7 +18,7 @@ from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
 from layline.engine.balance import PREFILL_BESIDE_DECODES, MeshScheduler, SampleRow
 from layline.engine.core import Engine
-from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
+from layline.engine.executor import Executor, Launched, MemoryUse, RowSpec, Token
 from layline.engine.facts import ServedModel
 from layline.engine.launch import launch
 from layline.engine.step import MeshStep
@@ -100,12 +100,25 @@ class TimedExecutor:
         """See Executor."""
         self._executor.release(request_id, attn_dp)
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
         """See Executor."""
         begin = perf_counter()
-        tokens = self._executor.execute(step, rows)
+        launched = self._executor.launch(step, rows, before)
+        self.seconds += perf_counter() - begin
+        return launched
+
+    def collect(self, launched: Launched, /) -> list[list[Token]]:
+        """See Executor."""
+        begin = perf_counter()
+        tokens = self._executor.collect(launched)
         self.seconds += perf_counter() - begin
         return tokens
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+        """See Executor."""
+        return self.collect(self.launch(step, rows, None))
 
     def memory(self) -> MemoryUse:
         """See Executor."""
