@@ -58,9 +58,10 @@ def random_prompt(draw: random.Random) -> list[int]:
     return prompt
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("shares", [True, False])
 def test_hundreds_of_requests_with_cancels_and_failed_steps(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+    directory: Path, monkeypatch: pytest.MonkeyPatch, shares: bool, overlap: bool
 ) -> None:
     llm = LLM(
         str(directory),
@@ -69,6 +70,7 @@ def test_hundreds_of_requests_with_cancels_and_failed_steps(
         prefill_tokens=24,
         kv_memory=memory_of(directory, 10),
         prefix_cache=shares,
+        overlap=overlap,
     )
     engine = llm._engine
     draw = random.Random(4)
@@ -107,6 +109,7 @@ def test_hundreds_of_requests_with_cancels_and_failed_steps(
     accounted(llm)
     stats = engine.stats()
     assert failures > 10
+    assert (engine.num_ahead > 100) == overlap
     assert stats.preemptions > 10
     assert (stats.prefix_hits > 500) == shares
     ended = [request for request in made if request.finish_reason is FinishReason.LENGTH]
