@@ -1,4 +1,4 @@
-"""On a device: launching waits for nothing, reading only for its own step, answers stay the same."""
+"""On a device: a launch waits for nothing, reading only for its own step, answers stay the same."""
 
 from __future__ import annotations
 
