@@ -18,12 +18,12 @@ from layline.config import (
     KV_DTYPES,
     MAX_DEGREE,
     MAX_THREADS,
-    PLANNED_KV_DTYPES,
     EngineConfig,
 )
 from layline.errors import SamplingError
 
 if TYPE_CHECKING:
+    from layline.grammar import Grammar
     from layline.sampling import SamplingParams
 
 # What SamplingParams takes.
@@ -172,7 +172,7 @@ class RunOptions(MeshOptions, ComputeOptions):
         str,
         choice_option(
             "--kv-dtype",
-            (*KV_DTYPES, *PLANNED_KV_DTYPES),
+            KV_DTYPES,
             "type of cached keys and values; auto is that of the run",
         ),
     ] = EngineConfig.kv_dtype
@@ -275,13 +275,13 @@ class SamplingOptions:
         ),
     ] = field(default_factory=list)
 
-    def params(self) -> SamplingParams:
+    def params(self, grammar: Grammar | None = None) -> SamplingParams:
         """The ``SamplingParams`` for one request. Raises SamplingError."""
         from layline.sampling import SamplingParams
 
         values = asdict(self)
         try:
-            return SamplingParams(**{**values, "stop": tuple(values["stop"])})
+            return SamplingParams(**{**values, "stop": tuple(values["stop"])}, grammar=grammar)
         except SamplingError as error:
             raise SamplingError(as_flag(str(error), values)) from None
 

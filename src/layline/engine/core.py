@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from layline.engine.balance import MeshScheduler
 from layline.engine.executor import Executor, MemoryUse, RowSpec
@@ -12,8 +13,11 @@ from layline.engine.facts import ServedModel
 from layline.engine.pipeline import StepPipeline
 from layline.engine.request import FinishReason, Request
 from layline.engine.scheduler import SchedulerStats
+from layline.engine.step_times import StepTimes
 from layline.errors import PromptError, RunError
+from layline.grammar import Grammar
 from layline.sampling import SamplingParams, fresh_seed
+from layline.text.constraint import Constraint, ConstraintCompiler
 from layline.text.detokenize import IncrementalDecoder
 from layline.text.stop import StopMatcher
 
@@ -30,13 +34,16 @@ class Engine:
         model: ServedModel,
         scheduler: MeshScheduler,
         executor: Executor,
+        times: StepTimes | None = None,
         *,
         overlaps: bool = False,
     ) -> None:
+        self.times = times or StepTimes()
         self._model = model
         self._scheduler = scheduler
-        self._pipeline = StepPipeline(scheduler, executor, overlaps=overlaps)
+        self._pipeline = StepPipeline(scheduler, executor, self.times, overlaps=overlaps)
         self._executor = executor
+        self._constraints = ConstraintCompiler(model.tokenizer)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._in_step = False
@@ -66,6 +73,13 @@ class Engine:
         with self._lock:
             return self._scheduler.stats
 
+    def compile(self, grammar: Grammar) -> Constraint:
+        """Compile a grammar for this model's vocabulary; any thread may do so, and steps go on.
+
+        Raises SamplingError for one that cannot be followed.
+        """
+        return self._constraints.compile(grammar)
+
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -73,25 +87,32 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        shown_ids: frozenset[int] = frozenset(),
+        constraint: Constraint | None = None,
     ) -> Request:
         """Queue a request. Raises PromptError or SamplingError for one that can never run.
 
         Those with a higher ``priority`` are admitted first; only those with the same ``cache_salt``
-        share cached beginnings of prompts.
+        share cached beginnings of prompts. ``shown_ids`` are in the text although they are special.
+        ``constraint`` is the compiled grammar of ``params``; without it it is compiled here.
         """
         self._check_open()
+        if params.grammar is not None and constraint is None:
+            constraint = self.compile(params.grammar)
         room = self._model.facts.max_model_len - len(prompt_ids)
         self._check_prompt(prompt_ids, room)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         tokenizer = self._model.tokenizer
         end_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        if not params.ignore_eos or constraint is not None:
             end_ids |= tokenizer.eos_ids
         request = Request(
             request_id=next(self._ids),
             prompt_ids=tuple(prompt_ids),
             params=params,
-            decoder=IncrementalDecoder(tokenizer, prompt_ids, skip_special=params.skip_special),
+            decoder=IncrementalDecoder(
+                tokenizer, prompt_ids, skip_special=params.skip_special, shown_ids=shown_ids
+            ),
             stops=StopMatcher(params.stop, include_in_output=params.include_stop_in_output),
             end_ids=end_ids,
             most_tokens=most,
@@ -105,6 +126,7 @@ class Engine:
             prompt_ids=request.prompt_ids,
             eos_ids=tokenizer.eos_ids,
             banned_ids=tokenizer.unused_ids,
+            constraint=constraint,
         )
         with self._lock:
             self._scheduler.add(request)
@@ -170,9 +192,11 @@ class Engine:
                     self._pipeline.forget()
 
     def _step(self) -> None:
+        self.times.end_step()
         result = self._pipeline.advance()
         if result is None:
             return
+        begin = perf_counter()
         sampling, tokens = result.plan.sampling, result.tokens
         drawn = zip(itertools.chain(*sampling), itertools.chain(*tokens), strict=True)
         # A request that has ended since the step was planned takes no token.
@@ -187,6 +211,7 @@ class Engine:
                 failed = failed or error
             if request.finish_reason is not None:
                 self._forget(request)
+        self.times.since("deliver", begin)
         if failed is not None:
             raise failed
 

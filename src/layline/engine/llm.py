@@ -15,6 +15,7 @@ from layline.engine.launch import launch
 from layline.engine.output import GenerationOutput, StreamChunk, Timing, Usage
 from layline.engine.progress import progress_bar
 from layline.engine.request import Request
+from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError, PromptError, UsageError, one_of
 from layline.sampling import SamplingParams
 from layline.text.tokenizer import Tokenizer
@@ -47,12 +48,13 @@ class LLM:
         if "kv_memory" in flags:
             flags["kv_memory"] = parse_size(flags["kv_memory"])
         self.engine_config = EngineConfig(**{k: v for k, v in flags.items() if v is not None})
-        self._model, executor = launch(self.engine_config)
+        times = StepTimes()
+        self._model, executor = launch(self.engine_config, times)
         scheduler = MeshScheduler.of(
             self.engine_config, executor.num_blocks, shares=self._model.facts.shares_prefixes
         )
         self._engine = Engine(
-            self._model, scheduler, executor, overlaps=self.engine_config.overlaps
+            self._model, scheduler, executor, times, overlaps=self.engine_config.overlaps
         )
         self._executor = executor
         # With the engine, not with this object: streams may outlive it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
@@ -11,7 +12,9 @@ from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
 from layline.engine.executor import Launched, MemoryUse, RowSpec, SamplingRows, Token
 from layline.engine.model import LoadedModel
+from layline.engine.pass_clock import TimedPass
 from layline.engine.step import MeshStep
+from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError
 from layline.layers.sampler import SampledBatch, Sampler
 
@@ -19,13 +22,15 @@ from layline.layers.sampler import SampledBatch, Sampler
 @dataclass(frozen=True, slots=True)
 class _LocalStep(Launched):
     sampled: SampledBatch
+    timed: TimedPass
 
 
 class LocalExecutor:
     """The whole model in this process: one rank."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, times: StepTimes | None = None) -> None:
         self.loaded = loaded
+        self._times = times or StepTimes()
         self.num_blocks = loaded.num_blocks
         self._runner = loaded.runner
         self._sampler = Sampler()
@@ -44,17 +49,25 @@ class LocalExecutor:
         self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
     ) -> Launched:
         """See Executor. On the CPU the step is done when this returns."""
-        sampled = before.sampled if isinstance(before, _LocalStep) else None
-        logits = self._runner.run(step, None if sampled is None else sampled.token_ids)
-        read = None if sampled is None else sampled.read
-        states = self._rows.at(step.parts[0], rows[0], read)
-        return _LocalStep(self._sampler.sample(logits, states))
+        clock = self._runner.clock
+        clock.start()
+        fed = before.sampled if isinstance(before, _LocalStep) else None
+        logits = self._runner.run(step, None if fed is None else fed.token_ids)
+        clock.lap("execute")
+        states = self._rows.at(step.parts[0], rows[0], None if fed is None else fed.read)
+        sampled = self._sampler.sample(logits, states)
+        clock.lap("sample")
+        return _LocalStep(sampled, clock.take())
 
     def collect(self, launched: Launched, /) -> list[list[Token]]:
         """See Executor."""
         assert isinstance(launched, _LocalStep)
-        sampled = launched.sampled
-        return [list(zip(sampled.read(), sampled.logprobs, strict=True))]
+        sampled, timed = launched.sampled, launched.timed
+        begin = perf_counter()
+        tokens = list(zip(sampled.read(), sampled.logprobs, strict=True))
+        timed.add("sample", perf_counter() - begin)
+        self._times.add_passes([timed.times()])
+        return [tokens]
 
     def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
         """See Executor."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from time import perf_counter
 
 from layline.engine.balance import MeshPlan, MeshScheduler
 from layline.engine.executor import Executor, Launched, Token
+from layline.engine.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,16 @@ class StepPipeline:
     ``num_ahead`` counts the steps that were launched before the result of another was read.
     """
 
-    def __init__(self, scheduler: MeshScheduler, executor: Executor, *, overlaps: bool) -> None:
+    def __init__(
+        self,
+        scheduler: MeshScheduler,
+        executor: Executor,
+        times: StepTimes,
+        *,
+        overlaps: bool,
+    ) -> None:
         self._scheduler = scheduler
+        self._times = times
         self._executor = executor
         # Two: a third would only make requests wait longer for their first step.
         self._most = 2 if overlaps else 1
@@ -68,8 +78,10 @@ class StepPipeline:
             while self._flights:
                 self._scheduler.cancel(self._flights.pop().plan)
             raise
+        begin = perf_counter()
         self._flights.popleft()
         self._scheduler.complete(flight.plan)
+        self._times.since("deliver", begin)
         return StepResult(flight.plan, tokens, failure)
 
     def forget(self) -> None:
@@ -78,9 +90,11 @@ class StepPipeline:
 
     def _launch(self) -> None:
         while len(self._flights) < self._most:
+            begin = perf_counter()
             plan = self._scheduler.next_step()
             if plan is None:
                 return
+            self._times.since("schedule", begin)
             before = self._flights[-1].launched if self._flights else None
             launched = self._executor.launch(plan.step, plan.rows(), before)
             self.num_ahead += before is not None

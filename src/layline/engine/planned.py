@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from layline.config import EngineConfig
 from layline.engine.facts import PLAIN_ENCODINGS, ModelFacts, resolve
 from layline.engine.room import Room, room_for
 from layline.errors import UsageError, one_of
+from layline.layers.kv_types import VALUE_BYTES, head_bytes
 from layline.models.collectives import compute_collectives
 from layline.models.footprint import Footprint, footprint
 from layline.models.registry import family_of
@@ -45,7 +47,8 @@ class ModelPlan:
     ``lines`` are those of a step in the order in which ranks run them. ``packed_head`` is the
     encoding of a head that stays quantised: which kernel this machine has for it decides what its
     scores are, so ``sizes`` are ``assumed`` until the kernels have been asked. ``room`` is what
-    the device has for a rank; ``overlaps`` tells whether steps are launched one ahead.
+    the device has for a rank, ``weights_format`` how the checkpoint stores its matrices;
+    ``overlaps`` tells whether steps are launched one ahead.
     """
 
     facts: ModelFacts
@@ -58,6 +61,7 @@ class ModelPlan:
     packed_head: str | None = None
     assumed: bool = False
     overlaps: bool = False
+    weights_format: str = ""
 
     def with_sizes(self, sizes: ElementSizes) -> ModelPlan:
         """The same plan with what this machine's kernels return."""
@@ -68,7 +72,9 @@ class ModelPlan:
         return self if kind is self.kind else replace(self, kind=kind, lines=self._lines_of(kind))
 
     def _lines_of(self, kind: BatchKind) -> tuple[Line, ...]:
-        compute = compute_collectives(self.facts.config, self.spec, kind, overlaps=self.overlaps)
+        compute = compute_collectives(
+            self.facts.config, self.spec, kind, self.facts.kv_dtype, overlaps=self.overlaps
+        )
         return tuple(lines_of(self.stages, Ground(self.spec, kind), compute))
 
     @property
@@ -89,8 +95,8 @@ class ModelPlan:
     @property
     def footprint(self) -> Footprint:
         """Memory of one rank."""
-        weights, cached = ITEMSIZES[self.facts.dtype], ITEMSIZES[self.facts.kv_dtype]
-        return footprint(self.facts.config, self.spec.topology, weights, cached)
+        cached = head_bytes(self.facts.kv_dtype, self.facts.config.head_dim)
+        return footprint(self.facts.config, self.spec.topology, ITEMSIZES[self.facts.dtype], cached)
 
     def collectives(self) -> Iterator[Collective]:
         """Those of a step, in order."""
@@ -126,6 +132,7 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
         facts = resolve(engine, checkpoint)
         layers = linked_layers(facts, checkpoint.config)
         head = packed_head(facts, checkpoint)
+        stored = weights_format(checkpoint)
     finally:
         checkpoint.close()
     plan = ModelPlan(
@@ -139,6 +146,7 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
         packed_head=head,
         assumed=head is not None,
         overlaps=engine.overlaps,
+        weights_format=stored,
     )
     return replace(plan, lines=plan._lines_of(plan.kind))
 
@@ -155,6 +163,13 @@ def packed_head(facts: ModelFacts, checkpoint: Checkpoint) -> str | None:
         name = "model.embed_tokens.weight"
     encoding = infos[name].encoding
     return None if encoding in PLAIN_ENCODINGS else encoding
+
+
+def weights_format(checkpoint: Checkpoint) -> str:
+    """The kind of checkpoint and the encodings of its matrices: ``gguf: 180 Q4_1, 31 Q6_K``."""
+    counts = Counter(info.encoding for info in checkpoint.infos().values() if len(info.shape) > 1)
+    stored = ", ".join(f"{count} {encoding}" for encoding, count in counts.most_common())
+    return f"{checkpoint.kind}: {stored}" if stored else checkpoint.kind
 
 
 def linked_layers(
@@ -175,7 +190,7 @@ def element_sizes(facts: ModelFacts, device: str, head: str | None) -> ElementSi
     """
     run = ITEMSIZES[facts.dtype]
     summed = 4 if device == "cpu" else run
-    cached = ITEMSIZES[facts.kv_dtype]
+    cached = VALUE_BYTES[facts.kv_dtype]
     return ElementSizes(summed=summed, run=run, scores=run if head is None else 4, cached=cached)
 
 

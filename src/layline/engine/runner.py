@@ -11,6 +11,7 @@ from layline.boundary.layout import BatchVariant
 from layline.boundary.mesh import Mesh
 from layline.boundary.rows import kind_of, rank_rows
 from layline.engine.input_ids import InputIds
+from layline.engine.pass_clock import PassClock
 from layline.engine.rank_part import RankPart, part_of
 from layline.engine.step import MeshStep
 from layline.layers.attention import AttentionBackend, slot_numbers
@@ -46,6 +47,7 @@ class Runner:
         self._cp_layout = cp_layout
         self._cp_group = compute_group(self._mesh, GroupName.ATTN_CP)
         self._ids = InputIds(device, self._mesh)
+        self.clock = PassClock(device)
 
     def run(self, step: MeshStep, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [sampling rows, vocabulary] of this DP rank, in row order.
@@ -58,7 +60,10 @@ class Runner:
     def hidden_states(self, step: MeshStep, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Normalised hidden states of this rank's rows, [tokens, hidden]; the cache is written."""
         part = self._part(step)
-        return self.model.forward(self._ids.of(part.token_ids, sampled), self._batch(step, part))
+        ids = self._ids.of(part.token_ids, sampled)
+        batch = self._batch(step, part)
+        self.clock.lap("prepare")
+        return self.model.forward(ids, batch)
 
     def score(self, hidden: torch.Tensor, step: MeshStep) -> torch.Tensor:
         """Logits of those rows of ``hidden`` that the step samples from, on this DP rank.

@@ -14,11 +14,15 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from layline.config import EngineConfig
 from layline.engine.executor import RowSpec, SamplingRows
+from layline.engine.facts import read_tokenizer
 from layline.engine.memory import peak_bytes
 from layline.engine.replies import Replies
 from layline.engine.step_codec import StepDecoder
@@ -44,12 +48,15 @@ from layline.engine.wire import (
     WireError,
 )
 from layline.errors import LaylineError, RunError
+from layline.grammar import Grammar
 from layline.sampling import SamplingParams, TokenLogprobs
+from layline.text.constraint import ConstraintCompiler
 
 if TYPE_CHECKING:
     from layline.comm.groups import Groups
     from layline.comm.recording import Recorder
     from layline.engine.model import LoadedModel
+    from layline.engine.pass_clock import TimedPass
     from layline.layers.sampler import SampledBatch
 
 BEAT_S = 1.0
@@ -118,6 +125,7 @@ class Rank:
         self._sampler = Sampler()
         # By step, what the last two gave.
         self._sampled: dict[int, SampledBatch] = {}
+        self._constraints: ConstraintCompiler | None = None
 
     def answer(self, message: Any) -> Any:
         """Carry out one message; the reply, a function that waits for it, or None.
@@ -127,7 +135,7 @@ class Rank:
         if isinstance(message, Step):
             return self._step(message)
         if isinstance(message, Admit):
-            self._rows.admit(message.request_id, spec_of(message))
+            self._rows.admit(message.request_id, self._constrained(spec_of(message)))
         elif isinstance(message, Release):
             self._rows.release(message.request_id)
         elif isinstance(message, Bind):
@@ -138,6 +146,18 @@ class Rank:
         elif isinstance(message, AskCollectives):
             return self._collectives()
         return None
+
+    def _constrained(self, spec: RowSpec) -> RowSpec:
+        """The row with its grammar compiled; the driver has compiled it before and found it good.
+
+        Only then does a rank read the vocabulary.
+        """
+        if spec.params.grammar is None:
+            return spec
+        if self._constraints is None:
+            engine = EngineConfig(**self._start.engine)
+            self._constraints = ConstraintCompiler(read_tokenizer(engine))
+        return replace(spec, constraint=self._constraints.compile(spec.params.grammar))
 
     def _collectives(self) -> Collectives:
         records = [] if self._recorder is None else list(self._recorder.records)
@@ -156,11 +176,14 @@ class Rank:
     def _step(self, message: Step) -> Any:
         import torch
 
+        clock = self.loaded.runner.clock
+        clock.start()
         step, rows = self._steps.decode(message)
         # None where a step was refused: this one is of no use then, but its collectives are.
         before = self._sampled.get(message.before)
         with torch.inference_mode():
             logits = self.loaded.runner.run(step, None if before is None else before.token_ids)
+            clock.lap("execute")
             if not self.leads:
                 return None
             try:
@@ -172,11 +195,12 @@ class Rank:
             except LaylineError as error:
                 # The other ranks have finished this step as well: only its tokens are missing.
                 return Refused(message.number, type(error).__name__, str(error))
+        clock.lap("sample")
         self._sampled[message.number] = sampled
         # A step refers to the one before it, and again if it has to be sent again.
         if len(self._sampled) > 2:
             del self._sampled[next(iter(self._sampled))]
-        return partial(tokens_reply, message.number, sampled)
+        return partial(tokens_reply, message.number, sampled, clock.take())
 
 
 def load_rank(start: Start, store: Any = None) -> Rank:
@@ -267,7 +291,7 @@ def report(connection: Connection, error: Exception) -> None:
 def spec_of(message: Admit) -> RowSpec:
     """The row of an admitted request."""
     return RowSpec(
-        params=SamplingParams(**message.params),
+        params=params_of(message.params),
         seed=message.seed,
         valid_vocab=message.valid_vocab,
         prompt_ids=message.prompt_ids,
@@ -276,13 +300,22 @@ def spec_of(message: Admit) -> RowSpec:
     )
 
 
-def tokens_reply(number: int, sampled: SampledBatch) -> Tokens | Refused:
+def tokens_reply(number: int, sampled: SampledBatch, timed: TimedPass) -> Tokens | Refused:
     """What a step gave, once it is there."""
+    begin = perf_counter()
     try:
         ids, logprobs = sampled.read(), sampled.logprobs
     except LaylineError as error:
         return Refused(number, type(error).__name__, str(error))
-    return Tokens(number, ids, [packed_logprobs(one) for one in logprobs])
+    packed = [packed_logprobs(one) for one in logprobs]
+    timed.add("sample", perf_counter() - begin)
+    return Tokens(number, ids, packed, timed.times())
+
+
+def params_of(fields: Mapping[str, Any]) -> SamplingParams:
+    """Parameters from their fields as a message carries them."""
+    grammar = fields.get("grammar")
+    return SamplingParams(**{**fields, "grammar": grammar and Grammar(**grammar)})
 
 
 def packed_logprobs(found: TokenLogprobs | None) -> tuple[float, list[tuple[int, float]]] | None:

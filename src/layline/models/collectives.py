@@ -13,6 +13,7 @@ from layline.boundary.planning.show import ComputeCollectives
 from layline.boundary.planning.walk import enters_partial
 from layline.boundary.rows import BatchKind
 from layline.comm.groups import CollectiveKind
+from layline.layers.kv_types import columns
 from layline.models.config import DecoderConfig
 from layline.models.parallel import Shards
 from layline.topology import GroupName
@@ -22,11 +23,17 @@ PROMPTS_ONLY = (BatchVariant.SEQUENCE_PARALLEL, BatchVariant.CONTEXT_PARALLEL)
 
 
 def compute_collectives(
-    config: DecoderConfig, spec: MeshSpec, kind: BatchKind, *, overlaps: bool = False
+    config: DecoderConfig,
+    spec: MeshSpec,
+    kind: BatchKind,
+    kv_dtype: str,
+    *,
+    overlaps: bool = False,
 ) -> ComputeCollectives:
     """The collectives of the embedding, of each attention and FFN, and of the head.
 
-    Where steps overlap, ranks first take what the step before sampled from the one that draws.
+    Keys and values travel as they are cached, with the scales that ``kv_dtype`` has. Where steps
+    overlap, ranks first take what the step before sampled from the one that draws.
     """
     hidden = config.hidden_size
     shards = Shards(config, spec.topology)
@@ -55,7 +62,7 @@ def compute_collectives(
                 CollectiveKind.ALL_GATHER,
                 GroupName.ATTN_CP,
                 Extent.CONTEXT,
-                2 * shards.kv_size,
+                2 * shards.num_kv_heads * columns(kv_dtype, config.head_dim),
                 Element.CACHED,
             ),
         )

@@ -10,22 +10,33 @@ from typing import Any
 
 from layline.engine.answers import AnswerStream, Submission
 from layline.engine.async_engine import AsyncEngine
-from layline.errors import LaylineError
+from layline.errors import LaylineError, SamplingError
 from layline.serve.problems import ApiError, as_api_error, invalid
 from layline.serve.settings import MAX_CHOICES, ServeSettings
+from layline.serve.structure import grammar_problem
 from layline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """One served model. ``about`` is what the status page says of it and its mesh."""
+    """One served model.
+
+    ``about`` is what the status page says and draws of it and its mesh (see page.description),
+    ``kv_bytes`` are those of the whole cache over all ranks.
+    """
 
     engine: AsyncEngine
     tokenizer: Tokenizer
     max_model_len: int
     settings: ServeSettings
     about: dict[str, Any] = field(default_factory=dict)
+    kv_bytes: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one cache block over all ranks that hold a part of it."""
+        return self.kv_bytes // max(self.engine.load.cache.blocks, 1)
 
     def require_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not this one."""
@@ -46,7 +57,10 @@ class Service:
             raise as_api_error(error, param) from None
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation. Raises ApiError when the template refuses it."""
         if self.tokenizer.chat_template is None:
@@ -59,7 +73,9 @@ class Service:
             if name in variables:
                 raise invalid(f"'{name}' cannot be set here", "chat_template_kwargs")
         try:
-            return await asyncio.to_thread(self.tokenizer.apply_chat, messages, **variables)
+            return await asyncio.to_thread(
+                self.tokenizer.apply_chat, messages, tools=tools, **variables
+            )
         except LaylineError as error:
             raise as_api_error(error, "messages") from None
 
@@ -81,9 +97,13 @@ class Service:
         if count > most:
             raise invalid(f"{count} answers in one request; expected at most {most}", param)
 
-    async def submit(self, submissions: Sequence[Submission], param: str) -> AnswerStream:
-        """Start answering. Raises ApiError."""
+    async def submit(
+        self, submissions: Sequence[Submission], param: str, grammar_param: str = "grammar"
+    ) -> AnswerStream:
+        """Start answering. Raises ApiError about the field at fault."""
         try:
             return await self.engine.submit(submissions)
         except LaylineError as error:
+            if isinstance(error, SamplingError) and str(error).startswith("grammar "):
+                raise grammar_problem(error, grammar_param) from None
             raise as_api_error(error, param) from None
