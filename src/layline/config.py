@@ -36,7 +36,8 @@ class EngineConfig:
     ``kv_dtype`` is the type of cached keys and values, ``auto`` that of the run; ``fp8`` (e4m3) and
     ``int8`` have a scale for each token and head. ``prefix_cache`` lets requests share the cached
     beginnings of their prompts. ``prefill_tokens`` bounds the tokens of one step: decodes come
-    first, and prompts get what is left, at least one token.
+    first, and prompts get what is left, at least one token. ``overlap`` has a step planned and
+    launched while the one before it runs; None does so where another device or process runs it.
     ``threads`` are those of the whole run, ``kv_memory`` is that of one rank; ``max_running`` and
     ``prefill_tokens`` count on each attention DP rank.
 
@@ -53,6 +54,7 @@ class EngineConfig:
     kv_memory: int | None = None
     kv_dtype: str = "auto"
     prefix_cache: bool = True
+    overlap: bool | None = None
     max_running: int = 16
     prefill_tokens: int = 2048
     seed: int = 0
@@ -79,6 +81,8 @@ class EngineConfig:
             raise UsageError(one_of("kv_dtype", self.kv_dtype, KV_DTYPES))
         if not isinstance(self.prefix_cache, bool):
             raise UsageError(f"prefix_cache {self.prefix_cache!r} must be True or False")
+        if not isinstance(self.overlap, bool | None):
+            raise UsageError(f"overlap {self.overlap!r} must be True, False or None")
         _require_positive("threads", self.threads, MAX_THREADS)
         _require_positive("max_model_len", self.max_model_len)
         if self.max_model_len == 1:
@@ -90,6 +94,13 @@ class EngineConfig:
             raise UsageError(f"seed {self.seed!r} must be an integer")
         cpu_kernels()
         self._check_mesh()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is planned and launched while the one before it runs."""
+        if self.overlap is not None:
+            return self.overlap
+        return self.device != "cpu" or not self.topology().is_single
 
     def topology(self) -> Topology:
         """The mesh as rank 0 sees it. Raises UsageError for degrees that do not fit together."""

@@ -183,6 +183,14 @@ class RunOptions(MeshOptions, ComputeOptions):
             help="share the cached beginnings of prompts between requests",
         ),
     ] = EngineConfig.prefix_cache
+    overlap: Annotated[
+        bool | None,
+        typer.Option(
+            "--overlap/--no-overlap",
+            help="plan and launch a step while the one before it runs",
+            show_default="where another device or process runs it",
+        ),
+    ] = EngineConfig.overlap
     max_running: Annotated[
         int,
         typer.Option(

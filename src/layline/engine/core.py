@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from layline.engine.balance import MeshPlan, MeshScheduler, SampleRow
+from layline.engine.balance import MeshPlan, MeshScheduler
 from layline.engine.executor import Executor, MemoryUse, RowSpec
 from layline.engine.facts import ServedModel
 from layline.engine.outcome import FailedRow, Outcome, StepResult
@@ -15,6 +15,7 @@ from layline.engine.reading import PromptReading
 from layline.engine.reading_plan import take_reading
 from layline.engine.request import FinishReason, Request
 from layline.engine.scheduler import SchedulerStats
+from layline.engine.step_queue import StepQueue
 from layline.engine.step_times import StepTimes
 from layline.errors import PromptError, RunError, UnsupportedModelError
 from layline.grammar import Grammar
@@ -28,6 +29,7 @@ class Engine:
     """Runs requests to their end, many at a time, on one model.
 
     Calls may come from several threads: one runs at a time, and each step serves every request.
+    With ``overlaps`` a step is planned and launched before the tokens of the one before are read.
     """
 
     def __init__(
@@ -36,10 +38,13 @@ class Engine:
         scheduler: MeshScheduler,
         executor: Executor,
         times: StepTimes | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
         self.times = times or StepTimes()
         self._model = model
         self._scheduler = scheduler
+        self._steps = StepQueue(scheduler, executor, self.times, overlaps=overlaps)
         self._executor = executor
         self._constraints = ConstraintCompiler(model.tokenizer)
         self._ids = itertools.count()
@@ -174,8 +179,16 @@ class Engine:
             if not request.events and request.finish_reason is None:
                 self.step()
 
+    @property
+    def num_ahead(self) -> int:
+        """Steps that were launched before the tokens of the one before them were read."""
+        return self._steps.num_ahead
+
     def step(self) -> None:
-        """Run one step; the tokens it produces go to their requests' ``events``."""
+        """Wait for one step; the tokens it produces go to their requests' ``events``.
+
+        With overlap the step after it is launched first.
+        """
         with self._lock:
             self._check_open()
             self._forget_dropped()
@@ -185,25 +198,21 @@ class Engine:
             finally:
                 self._in_step = False
                 self._forget_dropped()
+                if self._scheduler.num_unfinished == 0:
+                    self._steps.forget()
 
     def _step(self) -> None:
         self.times.end_step()
-        begin = perf_counter()
-        plan = self._scheduler.next_step()
-        if plan is None:
+        done = self._steps.advance()
+        if done is None:
             return
-        self.times.since("schedule", begin)
-        sampling = plan.sampling
-        rows = [[SampleRow(r.request_id, len(r.output_ids)) for r in part] for part in sampling]
-        result = self._executor.execute(plan.step, rows)
+        plan, result = done.plan, done.result
         begin = perf_counter()
-        # Only now: a step that failed or was interrupted can be run again as if it had not begun.
-        self._scheduler.complete(plan)
         self._take_readings(plan, result)
-        drawn = zip(itertools.chain(*sampling), itertools.chain(*result.tokens), strict=True)
-        interruption: BaseException | None = None
+        drawn = zip(itertools.chain(*plan.sampling), itertools.chain(*result.tokens), strict=True)
+        interruption: BaseException | None = done.failure
         for request, outcome in drawn:
-            # A request that ended while the step ran takes no token.
+            # A request that has ended since the step was planned takes no token.
             if request.finish_reason is None:
                 interruption = self._take_token(request, outcome) or interruption
         self.times.since("deliver", begin)
@@ -226,7 +235,8 @@ class Engine:
                     take_reading(request, reading)
             for entry in part.entries:
                 request = entry.request
-                ends = request.most_tokens == 0 and request.is_prefilled
+                # Not by what is computed: a later chunk may be under way already.
+                ends = request.most_tokens == 0 and entry.span.length >= len(request.prompt_ids)
                 if ends and request.finish_reason is None:
                     request.end_unsampled()
                     self._forget(request)

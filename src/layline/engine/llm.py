@@ -60,7 +60,9 @@ class LLM:
         scheduler = MeshScheduler.of(
             self.engine_config, executor.num_blocks, shares=self._model.facts.shares_prefixes
         )
-        self._engine = Engine(self._model, scheduler, executor, times)
+        self._engine = Engine(
+            self._model, scheduler, executor, times, overlaps=self.engine_config.overlaps
+        )
         self._executor = executor
         # With the engine, not with this object: streams may outlive it.
         self._close = weakref.finalize(self._engine, executor.close)

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
-from layline.engine.drawing import draw_rows
-from layline.engine.executor import MemoryUse, RowSpec, SamplingRows
+from layline.engine.drawing import DrawnRows, draw_rows
+from layline.engine.executor import Launched, MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
-from layline.engine.outcome import StepResult
+from layline.engine.outcome import FailedRow, StepResult
+from layline.engine.pass_clock import TimedPass
+from layline.engine.reading import Reading
 from layline.engine.step import MeshStep
 from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError
 from layline.layers.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalStep(Launched):
+    drawn: DrawnRows
+    readings: list[Reading | FailedRow]
+    timed: TimedPass
 
 
 class LocalExecutor:
@@ -38,20 +49,38 @@ class LocalExecutor:
         self._rows.release(request_id)
 
     @torch.inference_mode()
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """See Executor."""
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """See Executor. On the CPU the step is done when this returns."""
         (part,) = step.parts
         clock = self._runner.clock
         clock.start()
+        fed = before.drawn if isinstance(before, _LocalStep) else None
+        ids = None if fed is None else fed.token_ids
         if part.reads:
-            logits, readings = self._runner.run_reading(step)
+            logits, readings = self._runner.run_reading(step, ids)
         else:
-            logits, readings = self._runner.run(step), []
+            logits, readings = self._runner.run(step, ids), []
         clock.lap("execute")
-        drawn = draw_rows(self._sampler, logits, self._rows.at(part, rows[0])).read()
+        states = self._rows.at(part, rows[0], None if fed is None else fed.read_ids)
+        drawn = draw_rows(self._sampler, logits, states)
         clock.lap("sample")
-        self._times.add_passes([clock.times()])
-        return StepResult([drawn], [readings])
+        return _LocalStep(drawn, readings, clock.take())
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """See Executor."""
+        assert isinstance(launched, _LocalStep)
+        timed = launched.timed
+        begin = perf_counter()
+        outcomes = launched.drawn.read()
+        timed.add("sample", perf_counter() - begin)
+        self._times.add_passes([timed.times()])
+        return StepResult([outcomes], [launched.readings])
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor."""
+        return self.collect(self.launch(step, rows, None))
 
     def memory(self) -> MemoryUse:
         """See Executor."""

@@ -36,8 +36,10 @@ class StepEncoder:
         self._fresh: dict[int, _Table] = {}
         self._stale: list[int] = []
 
-    def encode(self, number: int, step: MeshStep, rows: Sequence[Sequence[SampleRow]]) -> Step:
-        """The message of a step."""
+    def encode(
+        self, number: int, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: int = 0
+    ) -> Step:
+        """The message of a step; ``before`` is the number of the one whose tokens it is fed."""
         self._fresh = {}
         parts = [self._part(number, part) for part in step.parts]
         self._stale = [
@@ -47,6 +49,7 @@ class StepEncoder:
         ]
         return Step(
             number=number,
+            before=before,
             parts=parts,
             variant=step.rows.variant.value,
             counts=[list(counts) for counts in step.rows.counts],

@@ -41,6 +41,8 @@ MISTAKES = {
     "surplus for doctor": (["doctor", "now"], ["'now'", "no arguments"]),
     "missing value": (["generate", "x", "--max-tokens"], ["--max-tokens", "most tokens"]),
     "value for a flag": (["generate", "x", "--json=3"], ["--json", "expected --json alone"]),
+    "value for overlap": (["generate", "x", "--overlap=yes"], ["--overlap", "--overlap alone"]),
+    "overlap": (["chat", "--no-overlapp"], ["'--no-overlapp'", "is '--no-overlap'"]),
     "max_tokens 0": (["generate", "x", "--max-tokens", "0"], ["--max-tokens 0", "least 1", "is 1"]),
     "max_tokens word": (["generate", "x", "--max-tokens", "many"], ["'many'", "whole", "is 1"]),
     "max_tokens 1.5": (["generate", "x", "--max-tokens", "1.5"], ["'1.5'", "whole", "is 1"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 from hypothesis import settings
@@ -14,6 +14,7 @@ from layline.engine.blocks import BlockPool
 from layline.engine.prefix import PrefixCache
 from layline.engine.request import Request
 from layline.engine.scheduler import Scheduler
+from layline.engine.step_plan import StepPlan, sampled_row
 from layline.errors import PromptError
 from support.fake_requests import fake_request
 
@@ -39,9 +40,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         ranks=st.integers(1, 2),
         shares=st.booleans(),
         mixes=st.booleans(),
+        ahead=st.integers(1, 2),
     )
     def start(
-        self, blocks: int, running: int, budget: int, ranks: int, shares: bool, mixes: bool
+        self,
+        blocks: int,
+        running: int,
+        budget: int,
+        ranks: int,
+        shares: bool,
+        mixes: bool,
+        ahead: int,
     ) -> None:
         self.pools = [
             BlockPool(blocks + 1, PrefixCache() if shares else None) for _ in range(ranks)
@@ -52,7 +61,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         self.mesh = MeshScheduler(parts, StepRules(quantised_all_reduce=not mixes))
         self.running, self.budget, self.mixes = running, budget, mixes
+        # Steps under way, the oldest first, each with what it will say; and how many there may be.
+        self.flights: deque[tuple[MeshPlan, list[list[int]]]] = deque()
+        self.ahead = ahead
         self.live: dict[int, Request] = {}
+        # By request, the tokens that were drawn for it, known to the host or not.
+        self.drawn: dict[int, list[int]] = {}
+        self.stopping: set[int] = set()
         # By DP rank and slot: the tokens and the salt on which its keys and values depend.
         self.cache: list[dict[int, tuple[str, tuple[int, ...]]]] = [{} for _ in range(ranks)]
 
@@ -62,13 +77,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         most=st.integers(1, 20),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "", "a"]),
+        stops=st.booleans(),
     )
-    def submit(self, prompt: list[int], most: int, priority: int, salt: str) -> Request:
+    def submit(
+        self, prompt: list[int], most: int, priority: int, salt: str, stops: bool
+    ) -> Request:
         request = fake_request(prompt, most, priority=priority, salt=salt)
         fits = -(-(len(prompt) + most - 1) // BLOCK) <= self.pools[0].capacity
         if fits:
             self.mesh.add(request)
             self.live[request.request_id] = request
+            self.drawn[request.request_id] = []
+            if stops:
+                self.stopping.add(request.request_id)
         else:
             with pytest.raises(PromptError, match="but the cache holds"):
                 self.mesh.add(request)
@@ -86,25 +107,71 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.step()
 
     @rule()
-    def failed_step(self) -> None:
-        """A step that is planned and not completed can be followed by anything."""
+    def step_that_was_not_launched(self) -> None:
+        """A step that is planned and not begun can be followed by anything."""
         self.mesh.next_step()
 
+    @rule()
+    def launch(self) -> None:
+        """Steps under way while others come and go."""
+        while len(self.flights) < self.ahead and self.launch_one():
+            pass
+
+    @rule()
+    def failed_steps(self) -> None:
+        """Steps that gave no tokens are as if they had not begun."""
+        while self.flights:
+            plan, _ = self.flights.pop()
+            self.mesh.cancel(plan)
+        for request in self.live.values():
+            assert request.num_pending == 0
+            self.drawn[request.request_id] = list(request.output_ids)
+
     def step(self) -> None:
-        ready = [(r, r.num_preempted) for r in self.live.values() if r.blocks and r.is_prefilled]
-        plan = self.mesh.next_step()
-        assert (plan is None) == (not self.live), "work that no step takes up"
-        if plan is None:
+        self.launch()
+        assert self.flights or not self.live, "work that no step takes up"
+        if not self.flights:
             return
-        self.check(plan, ready)
+        plan, tokens = self.flights.popleft()
         self.mesh.complete(plan)
-        for rank in plan.sampling:
-            for request in rank:
-                known = (*request.prompt_ids, *request.output_ids)
-                request.output_ids.append(next_token(known))
-                if len(request.output_ids) == request.most_tokens:
+        for requests, ids in zip(plan.sampling, tokens, strict=True):
+            for request, token_id in zip(requests, ids, strict=True):
+                if request.request_id not in self.live:
+                    continue
+                request.output_ids.append(token_id)
+                ends = token_id == 2 and request.request_id in self.stopping
+                if ends or len(request.output_ids) == request.most_tokens:
                     self.mesh.remove(request)
                     del self.live[request.request_id]
+
+    def launch_one(self) -> bool:
+        ready = [
+            (r, r.num_preempted)
+            for r in self.live.values()
+            if r.blocks and r.is_prefilled and not r.must_end
+        ]
+        plan = self.mesh.next_step()
+        if plan is None:
+            return False
+        self.check(plan, ready)
+        rows = plan.rows()
+        self.mesh.begin(plan)
+        tokens: list[list[int]] = []
+        for requests, asked in zip(plan.sampling, rows, strict=True):
+            tokens.append([])
+            for request, row in zip(requests, asked, strict=True):
+                drawn = self.drawn[request.request_id]
+                assert (row.request_id, row.index) == (request.request_id, len(drawn))
+                drawn.append(next_token((*request.prompt_ids, *drawn)))
+                assert len(drawn) <= request.most_tokens
+                tokens[-1].append(drawn[-1])
+        self.flights.append((plan, tokens))
+        return True
+
+    def fed(self, part: StepPlan, rank: int) -> tuple[int, ...]:
+        """The ids of the rows as a device has them."""
+        before = self.flights[-1][1][rank] if self.flights else []
+        return tuple([i if i >= 0 else before[sampled_row(i)] for i in part.token_ids])
 
     def check(self, plan: MeshPlan, ready: list[tuple[Request, int]]) -> None:
         for rank, (part, cache) in enumerate(zip(plan.parts, self.cache, strict=True)):
@@ -124,13 +191,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert part.num_decode in (0, len(part.token_ids))
             written: Counter[int] = Counter()
-            row = 0
+            row, token_ids = 0, self.fed(part, rank)
             for number, entry in enumerate(part.entries):
                 request, span = entry.request, entry.span
                 assert request.request_id in self.live
-                known = (*request.prompt_ids, *request.output_ids)
+                known = (*request.prompt_ids, *self.drawn[request.request_id])
                 stop = row + span.count
-                assert part.token_ids[row:stop] == known[span.start : span.length]
+                assert token_ids[row:stop] == known[span.start : span.length]
                 row = stop
                 prefills = number >= part.num_decode
                 assert prefills == (span.start < len(request.prompt_ids))
@@ -145,7 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for position in range(span.start):
                     slot = span.blocks[position // BLOCK] * BLOCK + position % BLOCK
                     assert cache[slot] == (request.cache_salt, known[: position + 1])
-            assert row == len(part.token_ids)
+            assert row == len(token_ids)
             assert all(count == 1 for count in written.values()), "two rows write one slot"
 
     @invariant()
@@ -183,6 +250,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for token in request.output_ids:
                 assert token == next_token(known)
                 known = (*known, token)
+            whole = len(request.output_ids) == request.most_tokens
+            assert whole or (request.request_id in self.stopping and known[-1] == 2)
         assert all(pool.num_available == pool.capacity for pool in self.pools)
 
 
