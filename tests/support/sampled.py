@@ -22,6 +22,7 @@ class SampledLogits:
         assert isinstance(executor, LocalExecutor)
         self._execute = executor.execute
         self._run = executor._runner.run
+        self.clock = executor._runner.clock
         self._asked: list[SampleRow] = []
         self.rows: dict[tuple[int, int], torch.Tensor] = {}
         self.steps: list[MeshStep] = []

@@ -182,6 +182,13 @@ class RunOptions(MeshOptions, ComputeOptions):
             help="share the cached beginnings of prompts between requests",
         ),
     ] = EngineConfig.prefix_cache
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="the same bits for a request whatever runs beside it; slower, cpu only",
+        ),
+    ] = EngineConfig.batch_invariant
     max_running: Annotated[
         int,
         typer.Option(

@@ -25,7 +25,8 @@ class ModelFacts:
 
     ``dtype`` is that of weights and arithmetic, ``kv_dtype`` that of cached keys and values;
     ``packed`` keeps quantised matrices quantised for decode. ``spec`` is the mesh as rank 0 sees
-    it, ``policy_reason`` says where its policy comes from.
+    it, ``policy_reason`` says where its policy comes from. ``batch_invariant`` computes each row
+    alike whatever shares its step.
     """
 
     config: DecoderConfig
@@ -36,6 +37,7 @@ class ModelFacts:
     packed: bool
     max_model_len: int
     cp_layout: str
+    batch_invariant: bool = False
 
     @property
     def shares_prefixes(self) -> bool:
@@ -82,6 +84,11 @@ def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
     config = family_of(checkpoint.config).parse(checkpoint.config)
     dtype, packed = resolve_dtype(engine, checkpoint)
     spec, reason = resolve_mesh(engine, config)
+    if engine.batch_invariant and config.rope.kind == "dynamic":
+        raise UsageError(
+            "batch_invariant True does not go with dynamic rope scaling, whose angles are computed "
+            "for a whole step at once; expected False"
+        )
     return ModelFacts(
         config=config,
         spec=spec,
@@ -91,6 +98,7 @@ def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
         packed=packed,
         max_model_len=resolve_context(engine, config),
         cp_layout=engine.cp_layout,
+        batch_invariant=engine.batch_invariant,
     )
 
 
