@@ -133,18 +133,17 @@ class EngineConfig:
     def _check_batch_invariant(self) -> None:
         if self.device != "cpu":
             raise UsageError(
-                f"batch_invariant True holds on the cpu only, not on device {self.device!r}; "
-                "expected device cpu, or False"
+                f"batch_invariant does not go with device {self.device!r}; expected device cpu"
             )
         if self.tp > BATCH_INVARIANT_TP:
             raise UsageError(
-                f"batch_invariant True does not go with tp {self.tp}: what more than two ranks sum "
+                f"batch_invariant does not go with tp {self.tp}: what more than two ranks sum "
                 f"up is added in an order that varies; expected tp {BATCH_INVARIANT_TP}"
             )
         for name in ("sequence_parallel", "input_scattered", "quantised_all_reduce"):
             if getattr(self, name):
                 raise UsageError(
-                    f"batch_invariant True does not go with {name}, which computes prompts in "
+                    f"batch_invariant does not go with {name}, which computes prompts in "
                     f"another way than answers; expected {name} False"
                 )
 

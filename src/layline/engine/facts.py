@@ -86,8 +86,8 @@ def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
     spec, reason = resolve_mesh(engine, config)
     if engine.batch_invariant and config.rope.kind == "dynamic":
         raise UsageError(
-            "batch_invariant True does not go with dynamic rope scaling, whose angles are computed "
-            "for a whole step at once; expected False"
+            "batch_invariant does not go with dynamic rope scaling, whose angles are computed for "
+            "a whole step at once; expected a run without it"
         )
     return ModelFacts(
         config=config,

@@ -58,9 +58,9 @@ class RowClaims:
             types = {dtype} if claim.rows == MATMUL_ROWS else {dtype, torch.float32}
             if not all(_holds(claim.function, x.to(each)) for each in types):
                 raise UsageError(
-                    f"batch_invariant True does not hold here: torch {torch.__version__} gives a "
-                    f"row of a {name} in {str(dtype).removeprefix('torch.')} other bits beside "
-                    "other rows; expected False, or another dtype"
+                    f"batch_invariant does not hold here: torch {torch.__version__} gives a row of "
+                    f"a {name} in {str(dtype).removeprefix('torch.')} other bits beside other "
+                    "rows; expected another dtype, or a run without it"
                 )
 
 

@@ -93,8 +93,8 @@ class ModelLoader:
             kernels = native_kernels()  # Compiles where it must, before threads ask for them.
             if target.batch_invariant and kernels.library is None:
                 raise UsageError(
-                    "batch_invariant True needs the native kernels for quantised matrices, which "
-                    f"do not run here: {kernels.reason}; expected False, or a named dtype"
+                    "batch_invariant needs the native kernels for quantised matrices, which do not "
+                    f"run here: {kernels.reason}; expected a dtype other than auto"
                 )
         self._claims = RowClaims()
         # Decode streams packed weights only; apart from the others they are dense in memory.
