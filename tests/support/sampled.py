@@ -9,8 +9,8 @@ import torch
 
 from layline import LLM
 from layline.engine.balance import SampleRow
-from layline.engine.executor import Token
 from layline.engine.local import LocalExecutor
+from layline.engine.outcome import StepResult
 from layline.engine.step import MeshStep
 
 
@@ -30,7 +30,7 @@ class SampledLogits:
         patched.execute = self.execute
         patched._runner = self
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]]) -> list[list[Token]]:
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]]) -> StepResult:
         self._asked = list(rows[0])
         self.steps.append(step)
         return self._execute(step, rows)

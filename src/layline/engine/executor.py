@@ -11,12 +11,12 @@ from typing import Protocol
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
+from layline.engine.outcome import FailedRow, StepResult
 from layline.engine.step import MeshStep, RankStep
 from layline.errors import LaylineError
 from layline.layers.sampling_state import RowState
-from layline.sampling import SamplingParams, TokenLogprobs
-
-Token = tuple[int, TokenLogprobs | None]
+from layline.sampling import SamplingParams
+from layline.text.constraint import Constraint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,16 @@ class RowSpec:
     prompt_ids: Sequence[int]
     eos_ids: frozenset[int]
     banned_ids: frozenset[int]
+    constraint: Constraint | None = None
 
     def state(self) -> RowState:
-        """A fresh state. Raises SamplingError for parameters that name ids which do not exist."""
+        """A fresh state. Raises SamplingError for parameters that name ids which do not exist.
+
+        It follows a grammar where there is a ``constraint``: compiled in the process it is used in.
+        """
+        grammar = None
+        if self.constraint is not None:
+            grammar = self.constraint.follow(self.params.stop_token_ids)
         return RowState(
             self.params,
             seed=self.seed,
@@ -39,6 +46,7 @@ class RowSpec:
             prompt_ids=self.prompt_ids,
             eos_ids=self.eos_ids,
             banned_ids=self.banned_ids,
+            grammar=grammar,
         )
 
 
@@ -63,11 +71,11 @@ class Executor(Protocol):
     def release(self, request_id: int, attn_dp: int, /) -> None:
         """Forget a request; one that is not known is no error."""
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
-        """Run a step; by DP rank, the tokens of its sampled rows in order.
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """Run a step, sample its rows and read what it says.
 
         A step may be given again: as long as its rows' indices are the same, so are its tokens.
-        Raises RunError when a row has no token or a rank failed.
+        A row that has none is told in the result. Raises RunError when a rank failed.
         """
 
     def memory(self) -> MemoryUse:
@@ -87,7 +95,7 @@ class SamplingRows:
     """The requests of one DP rank as its sampler sees them."""
 
     def __init__(self) -> None:
-        self._states: dict[int, RowState] = {}
+        self._states: dict[int, RowState | FailedRow] = {}
 
     def admit(self, request_id: int, spec: RowSpec) -> None:
         """Add a request. Raises SamplingError."""
@@ -97,20 +105,28 @@ class SamplingRows:
         """Drop a request, if it is there."""
         self._states.pop(request_id, None)
 
-    def at(self, part: RankStep, rows: Sequence[SampleRow]) -> list[RowState]:
-        """The states for this step's draws.
+    def at(self, part: RankStep, rows: Sequence[SampleRow]) -> list[RowState | FailedRow]:
+        """The states for this step's draws; one that cannot take its latest token has failed.
 
         A request's latest token is the one that its sampled row is fed, so a state follows the
         plan and not the draws: a step that is run a second time draws the same.
         """
-        states = []
+        states: list[RowState | FailedRow] = []
         for row, fed in zip(rows, _sampled_inputs(part), strict=True):
             state = self._states[row.request_id]
-            if state.num_produced < row.index:
-                state.append(fed)
-            assert state.num_produced == row.index, "a request's tokens are fed one by one"
+            if isinstance(state, RowState):
+                try:
+                    _feed(state, row, fed)
+                except Exception as error:
+                    state = self._states[row.request_id] = FailedRow.of(error)
             states.append(state)
         return states
+
+
+def _feed(state: RowState, row: SampleRow, fed: int) -> None:
+    if state.num_produced < row.index:
+        state.append(fed)
+    assert state.num_produced == row.index, "a request's tokens are fed one by one"
 
 
 def _sampled_inputs(part: RankStep) -> list[int]:

@@ -8,8 +8,10 @@ import torch
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
-from layline.engine.executor import MemoryUse, RowSpec, SamplingRows, Token
+from layline.engine.drawing import draw_rows
+from layline.engine.executor import MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
+from layline.engine.outcome import StepResult
 from layline.engine.step import MeshStep
 from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError
@@ -36,17 +38,20 @@ class LocalExecutor:
         self._rows.release(request_id)
 
     @torch.inference_mode()
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
+        (part,) = step.parts
         clock = self._runner.clock
         clock.start()
-        logits = self._runner.run(step)
+        if part.reads:
+            logits, readings = self._runner.run_reading(step)
+        else:
+            logits, readings = self._runner.run(step), []
         clock.lap("execute")
-        sampled = self._sampler.sample(logits, self._rows.at(step.parts[0], rows[0]))
-        tokens = list(zip(sampled.read(), sampled.logprobs, strict=True))
+        drawn = draw_rows(self._sampler, logits, self._rows.at(part, rows[0])).read()
         clock.lap("sample")
         self._times.add_passes([clock.times()])
-        return [tokens]
+        return StepResult([drawn], [readings])
 
     def memory(self) -> MemoryUse:
         """See Executor."""

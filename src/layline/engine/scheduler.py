@@ -147,7 +147,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises PromptError for one that the cache could not even hold alone."""
         # The last token that it generates is never fed, so it needs no place.
-        needed, capacity = self.blocks_for(request.most_length - 1), self._pool.capacity
+        longest = max(request.most_length - 1, len(request.prompt_ids))
+        needed, capacity = self.blocks_for(longest), self._pool.capacity
         if needed > capacity:
             raise PromptError(
                 f"the prompt has {len(request.prompt_ids)} tokens and max_tokens lets it grow to "
@@ -165,6 +166,9 @@ class Scheduler:
         if self._running.pop(request.request_id, None) is None:
             self._waiting.leave(ticket, admitted=False)
         else:
+            if request.error is not None and self._pool.prefix is not None:
+                # What it computed may be why it failed: nobody is to begin with it.
+                self._pool.prefix.forget_all(request.blocks)
             self._release(request)
         self._nothing_fits = False
 
@@ -197,6 +201,7 @@ class Scheduler:
         for number, entry in enumerate(plan.entries):
             request = entry.request
             request.num_computed = length = entry.span.length
+            request.num_read = max(request.num_read, length)
             if number >= plan.num_decode or length % self._block_size == 0:
                 ticket = self._running.get(request.request_id)
                 if ticket is not None:
@@ -217,7 +222,7 @@ class Scheduler:
             start, total = request.num_computed, len(request.prompt_ids)
             span = SequenceSpan(start, count, request.blocks, rope_length=total)
             # A readmitted request has further tokens, to be computed by decode.
-            samples = span.length == total and not request.output_ids
+            samples = span.length == total and not request.output_ids and request.most_tokens > 0
             entries.append(StepEntry(request, span, samples))
             token_ids.extend(request.prompt_ids[start : start + count])
         return entries, token_ids
@@ -380,8 +385,11 @@ class Scheduler:
         request.blocks = []
 
     def _sharable(self, request: Request) -> int:
-        """Full blocks before the last known token."""
-        return (request.num_tokens - 1) // self._block_size
+        """Full blocks before the last known token, and before what is still to be read."""
+        tokens = request.num_tokens - 1
+        if request.reading is not None:
+            tokens = min(tokens, request.reading.cacheable(request.num_read, tokens))
+        return tokens // self._block_size
 
     def _keep_blocks(self, ticket: Ticket) -> None:
         """Offer blocks that have become full to the prefix cache."""
