@@ -19,6 +19,8 @@ DP_PADDINGS = ("max-len", "sum-len")
 KV_DTYPES = ("auto", "float32", "bfloat16", "fp8", "int8")
 CP_LAYOUTS = ("contiguous", "zigzag")
 MAX_DEGREE = 1024
+BATCH_INVARIANT_TP = 2
+"""Most ranks whose sums have one order only: that of two numbers does not matter."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 CPU_KERNELS = ("auto", "torch")
@@ -41,6 +43,9 @@ class EngineConfig:
     ``threads`` are those of the whole run, ``kv_memory`` is that of one rank; ``max_running`` and
     ``prefill_tokens`` count on each attention DP rank.
 
+    ``batch_invariant`` gives a request the same logits, to the bit, whatever runs beside it; see
+    docs/determinism.md.
+
     The degrees are those of :class:`Topology`. ``boundary_reduction`` is resolved when the model
     is known. ``cp_layout`` says how a prompt's new tokens are divided over attention CP ranks.
     ``record_collectives`` keeps a record of every collective of each rank, for ``layline plan``.
@@ -55,6 +60,7 @@ class EngineConfig:
     kv_dtype: str = "auto"
     prefix_cache: bool = True
     overlap: bool | None = None
+    batch_invariant: bool = False
     max_running: int = 16
     prefill_tokens: int = 2048
     seed: int = 0
@@ -79,8 +85,9 @@ class EngineConfig:
             raise UsageError(one_of("dtype", self.dtype, DTYPES))
         if self.kv_dtype not in KV_DTYPES:
             raise UsageError(one_of("kv_dtype", self.kv_dtype, KV_DTYPES))
-        if not isinstance(self.prefix_cache, bool):
-            raise UsageError(f"prefix_cache {self.prefix_cache!r} must be True or False")
+        for name in ("prefix_cache", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} {getattr(self, name)!r} must be True or False")
         if not isinstance(self.overlap, bool | None):
             raise UsageError(f"overlap {self.overlap!r} must be True, False or None")
         _require_positive("threads", self.threads, MAX_THREADS)
@@ -131,6 +138,25 @@ class EngineConfig:
         for name in ("sequence_parallel", "input_scattered"):
             if getattr(self, name):
                 _require_plain_tp(name, topology)
+        if self.batch_invariant:
+            self._check_batch_invariant()
+
+    def _check_batch_invariant(self) -> None:
+        if self.device != "cpu":
+            raise UsageError(
+                f"batch_invariant does not go with device {self.device!r}; expected device cpu"
+            )
+        if self.tp > BATCH_INVARIANT_TP:
+            raise UsageError(
+                f"batch_invariant does not go with tp {self.tp}: what more than two ranks sum "
+                f"up is added in an order that varies; expected tp {BATCH_INVARIANT_TP}"
+            )
+        for name in ("sequence_parallel", "input_scattered", "quantised_all_reduce"):
+            if getattr(self, name):
+                raise UsageError(
+                    f"batch_invariant does not go with {name}, which computes prompts in "
+                    f"another way than answers; expected {name} False"
+                )
 
 
 def parse_size(value: int | str | None, name: str = "kv_memory") -> int | None:

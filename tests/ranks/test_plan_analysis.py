@@ -136,6 +136,12 @@ def test_values_have_the_planned_types(folder: Path, mesh: dict[str, Any]) -> No
     assert analysed(model, **mesh).comparison.differences == []
 
 
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "attn_dp": 2}, {"tp": 2, "attn_cp": 2}])
+def test_batch_invariant_ranks_run_their_plan(folder: Path, mesh: dict[str, Any]) -> None:
+    model = write(folder, "LlamaForCausalLM", "bfloat16")
+    assert analysed(model, **mesh, batch_invariant=True).comparison.differences == []
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4, "attn_cp": 2}], ids=str)
 def test_quantised_keys_travel_as_planned(

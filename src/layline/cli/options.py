@@ -191,6 +191,13 @@ class RunOptions(MeshOptions, ComputeOptions):
             show_default="where another device or process runs it",
         ),
     ] = EngineConfig.overlap
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="the same bits for a request whatever runs beside it; slower, cpu only",
+        ),
+    ] = EngineConfig.batch_invariant
     max_running: Annotated[
         int,
         typer.Option(

@@ -35,8 +35,8 @@ class LLM:
 
     Keywords are the command line's flags with underscores: ``model``, ``device``, ``dtype``,
     ``threads`` (of torch in the whole run), ``max_model_len``, ``kv_memory`` (bytes of a rank, or
-    text such as ``"512M"``), ``kv_dtype``, ``prefix_cache``, ``max_running``, and the mesh's:
-    ``tp``, ``attn_dp``, ``attn_cp``, ``ep``, ``dense_tp``, ``boundary_reduction``,
+    text such as ``"512M"``), ``kv_dtype``, ``prefix_cache``, ``batch_invariant``, ``max_running``,
+    and the mesh's: ``tp``, ``attn_dp``, ``attn_cp``, ``ep``, ``dense_tp``, ``boundary_reduction``,
     ``sequence_parallel``, ``input_scattered``, ``quantised_all_reduce``, ``dp_padding``,
     ``cp_layout``. Also ``prefill_tokens``, the most prompt tokens of one step, and ``seed``, that
     of the random weights of ``config:DIR``. With ``tp`` above 1 workers are started,
