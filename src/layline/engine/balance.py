@@ -7,7 +7,7 @@ ranks do the same where they can. Pure Python; the same arrivals always give the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
 from layline.boundary.layout import BatchVariant
@@ -17,7 +17,7 @@ from layline.engine.blocks import BlockPool
 from layline.engine.context_split import split_context
 from layline.engine.prefix import PrefixCache
 from layline.engine.request import Request
-from layline.engine.scheduler import BLOCK_SIZE, Scheduler, SchedulerStats, StepPlan
+from layline.engine.scheduler import BLOCK_SIZE, Scheduler, SchedulerStats, StepEntry, StepPlan
 from layline.engine.step import IDLE, MeshStep, RankStep
 from layline.layers.spans import Phase
 
@@ -27,10 +27,14 @@ PREFILL_BESIDE_DECODES = 512
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row that is sampled: whose it is, and how many tokens the request has by now."""
+    """A row that is sampled: whose it is, and how many tokens the request has by now.
+
+    The last ``ahead`` of these are drafts: fed one after the other, and perhaps not its tokens.
+    """
 
     request_id: int
     index: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +46,14 @@ class MeshPlan:
 
     @property
     def sampling(self) -> list[list[Request]]:
-        """By DP rank, the requests whose last row is sampled, in row order."""
+        """By DP rank, the requests whose rows are sampled, in row order."""
+        return [[entry.request for entry in part] for part in self.sampled]
+
+    @property
+    def sampled(self) -> list[list[StepEntry]]:
+        """By DP rank, the entries whose last row is sampled, in row order."""
         return [
-            [] if part is None else [entry.request for entry in part.entries if entry.samples]
+            [] if part is None else [entry for entry in part.entries if entry.samples]
             for part in self.parts
         ]
 
@@ -156,6 +165,18 @@ class MeshScheduler:
     def remove(self, request: Request) -> None:
         """Forget a finished or aborted request and free its blocks; a second call does nothing."""
         self.parts[request.attn_dp].remove(request)
+
+    def draft_rooms(self, wants: Callable[[Request], int]) -> list[tuple[Request, int]]:
+        """See Scheduler.draft_rooms; those of all DP ranks."""
+        return [room for part in self.parts for room in part.draft_rooms(wants)]
+
+    def settle(self, request: Request, drafted: int, accepted: int) -> None:
+        """See Scheduler.settle."""
+        self.parts[request.attn_dp].settle(request, drafted, accepted)
+
+    def drafted(self, request: Request, count: int) -> None:
+        """See Scheduler.drafted."""
+        self.parts[request.attn_dp].drafted(request, count)
 
     def next_step(self) -> MeshPlan | None:
         """The next step of the mesh, or None when no DP rank has anything to run."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from layline.engine.balance import MeshScheduler, SampleRow
-from layline.engine.executor import Executor, MemoryUse, RowSpec
+from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
 from layline.engine.facts import ServedModel
 from layline.engine.request import FinishReason, Request
-from layline.engine.scheduler import SchedulerStats
+from layline.engine.scheduler import SchedulerStats, StepEntry
+from layline.engine.speculation.speculation import Speculation
+from layline.engine.speculation.verify import is_verified
 from layline.errors import PromptError, RunError
 from layline.sampling import SamplingParams, fresh_seed
 from layline.text.detokenize import IncrementalDecoder
@@ -23,10 +25,17 @@ class Engine:
     Calls may come from several threads: one runs at a time, and each step serves every request.
     """
 
-    def __init__(self, model: ServedModel, scheduler: MeshScheduler, executor: Executor) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        scheduler: MeshScheduler,
+        executor: Executor,
+        speculation: Speculation | None = None,
+    ) -> None:
         self._model = model
         self._scheduler = scheduler
         self._executor = executor
+        self._speculation = speculation
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._in_step = False
@@ -150,29 +159,54 @@ class Engine:
                 self._forget_dropped()
 
     def _step(self) -> None:
+        if self._speculation is not None:
+            self._speculation.propose()
         plan = self._scheduler.next_step()
         if plan is None:
             return
-        sampling = plan.sampling
-        rows = [[SampleRow(r.request_id, len(r.output_ids)) for r in part] for part in sampling]
+        sampled = plan.sampled
+        rows = [[_sample_row(entry) for entry in part] for part in sampled]
         tokens = self._executor.execute(plan.step, rows)
         # Only now: a step that failed or was interrupted can be run again as if it had not begun.
         self._scheduler.complete(plan)
-        drawn = zip(itertools.chain(*sampling), itertools.chain(*tokens), strict=True)
-        # A request that was aborted while the step ran takes no token.
-        live = [one for one in drawn if one[0].finish_reason is None]
+        entries = list(itertools.chain(*sampled))
+        try:
+            self._accept(zip(entries, itertools.chain(*tokens), strict=True))
+        finally:
+            if self._speculation is not None:
+                self._settle(entries, self._speculation)
+            for request in {entry.request: None for entry in entries}:
+                if request.finish_reason is not None:
+                    self._forget(request)
+
+    def _accept(self, drawn: Iterable[tuple[StepEntry, Token]]) -> None:
+        """Give the requests their tokens, those of a request in order."""
         failed: BaseException | None = None
-        for request, (token_id, logprobs) in live:
+        for entry, (token_id, logprobs) in drawn:
+            request = entry.request
+            # A request that was aborted while the step ran takes no token, and one that ends with
+            # a token none of those after it.
+            if request.finish_reason is not None or not is_verified(entry):
+                continue
             try:
                 request.accept(token_id, logprobs)
             except BaseException as error:
                 # The others' tokens are in the cache already and must not be lost.
                 request.finish_reason = FinishReason.ABORT
                 failed = failed or error
-            if request.finish_reason is not None:
-                self._forget(request)
         if failed is not None:
             raise failed
+
+    def _settle(self, entries: Iterable[StepEntry], speculation: Speculation) -> None:
+        """Tell what has become of the drafts that the step verified."""
+        drafted: dict[Request, tuple[int, int]] = {}
+        for entry in entries:
+            if entry.ahead:
+                known = entry.span.length - entry.ahead
+                drafted[entry.request] = (entry.ahead, entry.request.num_tokens - known - 1)
+        for request, (count, accepted) in drafted.items():
+            if request.finish_reason is not FinishReason.ABORT:
+                speculation.settle(request, count, accepted)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -184,6 +218,8 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         self._scheduler.remove(request)
+        if self._speculation is not None:
+            self._speculation.forget(request)
         self._executor.release(request.request_id, request.attn_dp)
 
     def _check_prompt(self, prompt_ids: Sequence[int], room: int) -> None:
@@ -199,3 +235,8 @@ class Engine:
         for token_id in prompt_ids:
             if not 0 <= token_id < vocab:
                 raise PromptError(f"token id {token_id} is not in the vocabulary of {vocab} ids")
+
+
+def _sample_row(entry: StepEntry) -> SampleRow:
+    request, ahead = entry.request, entry.ahead
+    return SampleRow(request.request_id, len(request.output_ids) + ahead, ahead)

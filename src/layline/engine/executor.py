@@ -70,6 +70,9 @@ class Executor(Protocol):
         Raises RunError when a row has no token or a rank failed.
         """
 
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+        """Run a step of the draft model, where there is one; otherwise as ``execute``."""
+
     def memory(self) -> MemoryUse:
         """What the ranks hold."""
 
@@ -88,27 +91,38 @@ class SamplingRows:
 
     def __init__(self) -> None:
         self._states: dict[int, RowState] = {}
+        # By request and place in its output: ids that were fed and are not in its state yet.
+        self._fed: dict[int, dict[int, int]] = {}
 
     def admit(self, request_id: int, spec: RowSpec) -> None:
         """Add a request. Raises SamplingError."""
         self._states[request_id] = spec.state()
+        self._fed[request_id] = {}
 
     def release(self, request_id: int) -> None:
         """Drop a request, if it is there."""
         self._states.pop(request_id, None)
+        self._fed.pop(request_id, None)
 
     def at(self, part: RankStep, rows: Sequence[SampleRow]) -> list[RowState]:
         """The states for this step's draws.
 
         A request's latest token is the one that its sampled row is fed, so a state follows the
-        plan and not the draws: a step that is run a second time draws the same.
+        plan and not the draws: a step that is run a second time draws the same. Tokens before it
+        that came more than one at a time were fed as drafts, to this row's model or to its draft
+        model; a row of a draft is drawn as if that draft and those before it were tokens.
         """
         states = []
-        for row, fed in zip(rows, _sampled_inputs(part), strict=True):
-            state = self._states[row.request_id]
-            if state.num_produced < row.index:
-                state.append(fed)
-            assert state.num_produced == row.index, "a request's tokens are fed one by one"
+        for row, latest in zip(rows, _sampled_inputs(part), strict=True):
+            state, fed = self._states[row.request_id], self._fed[row.request_id]
+            known = row.index - row.ahead
+            if row.index > state.num_produced:
+                fed[row.index - 1] = latest
+            while state.num_produced < known:
+                state.append(fed.pop(state.num_produced))
+            assert state.num_produced == known, "a request's tokens are fed in order"
+            if row.ahead:
+                state = state.ahead([fed[place] for place in range(known, row.index)])
             states.append(state)
         return states
 

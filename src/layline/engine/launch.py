@@ -17,6 +17,7 @@ from pathlib import Path
 from layline.config import LOOPBACK, EngineConfig, threads_of_rank
 from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel, open_model
+from layline.engine.speculation.make import with_draft
 
 
 def launch(engine: EngineConfig) -> tuple[ServedModel, Executor]:
@@ -35,6 +36,7 @@ def launch(engine: EngineConfig) -> tuple[ServedModel, Executor]:
             raise SystemExit(elastic.follow(joined))
     model, checkpoint = open_model(engine)
     try:
+        model = with_draft(engine, model)
         if engine.topology().is_single:
             from layline.engine.local import LocalExecutor
             from layline.engine.model import load_alone

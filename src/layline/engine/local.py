@@ -36,7 +36,16 @@ class LocalExecutor:
     @torch.inference_mode()
     def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
         """See Executor."""
-        logits = self._runner.run(step)
+        return self._sampled(self._runner.run(step), step, rows)
+
+    @torch.inference_mode()
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+        """See Executor."""
+        return self._sampled(self.loaded.draft_model().runner.run(step), step, rows)
+
+    def _sampled(
+        self, logits: torch.Tensor, step: MeshStep, rows: Sequence[Sequence[SampleRow]]
+    ) -> list[list[Token]]:
         sampled = self._sampler.sample(logits, self._rows.at(step.parts[0], rows[0]))
         return [list(zip(sampled.read(), sampled.logprobs, strict=True))]
 

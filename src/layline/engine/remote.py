@@ -76,8 +76,17 @@ class RemoteExecutor:
 
     def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
         """See Executor."""
+        return self._run(step, rows, draft=False)
+
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+        """See Executor."""
+        return self._run(step, rows, draft=True)
+
+    def _run(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], *, draft: bool
+    ) -> list[list[Token]]:
         self._number += 1
-        self._supervisor.post(self._steps.encode(self._number, step, rows))
+        self._supervisor.post(self._steps.encode(self._number, step, rows, draft=draft))
         self._steps.sent()
         kinds = (wire.Tokens, wire.Refused)
         replies = self._supervisor.collect(kinds, self._leaders, self._number)

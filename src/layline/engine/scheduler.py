@@ -9,11 +9,15 @@ Blocks are taken as they are needed: those of the whole prompt at admission, one
 decode fills its last. When none is left, the request that stands last loses its place: its blocks
 go back and it waits again, keeping its tokens. Readmitted, it computes what the cache does not hold
 any more, prompt tokens by prefill and generated ones by decode, as they were computed at first.
+
+A request may bring drafts, guesses at its next tokens: its decode then has a row for each of them
+too. Nobody is preempted for drafts, and what only drafts need is given up before anybody is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from layline.engine.blocks import BlockPool
@@ -27,24 +31,31 @@ BLOCK_SIZE = 16
 """Tokens in a block of the key-value cache."""
 REPLAYED_ROWS = 64
 """Most generated tokens that a decode step computes once more for readmitted requests."""
+VERIFIED_ROWS = 32
+"""Rows of a decode step up to which requests bring drafts: a full batch has no time to spare."""
 EXPECTED_TOKENS = 256
 """What a request is expected to generate at most where loads are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """Tokens of one request in a step. ``samples`` is False while it has further known tokens."""
+    """Tokens of one request in a step. ``samples`` is False while it has further known tokens.
+
+    ``ahead`` says how many of the tokens up to this row's are drafts, this one's included.
+    """
 
     request: Request
     span: SequenceSpan
     samples: bool
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: its phase, its sequences in row order, and the token ids of its rows.
 
-    A readmitted request may have several entries of one token each in a decode step.
+    A readmitted request, and one with drafts, may have several entries of one token each in a
+    decode step.
     """
 
     phase: Phase
@@ -56,7 +67,8 @@ class StepPlan:
 class SchedulerStats:
     """Numbers of now (requests, blocks) and since the start (tokens looked up, preemptions).
 
-    ``prefix_hits`` of the ``prefix_lookups`` prompt and replayed tokens were found in the cache.
+    ``prefix_hits`` of the ``prefix_lookups`` prompt and replayed tokens were found in the cache,
+    ``accepted`` of the ``drafted`` verified drafts became tokens.
     """
 
     waiting: int = 0
@@ -67,6 +79,8 @@ class SchedulerStats:
     prefix_lookups: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Scheduler:
@@ -84,6 +98,7 @@ class Scheduler:
         self._running: dict[int, Ticket] = {}
         self._nothing_fits = False
         self._lookups = self._hits = self._preemptions = 0
+        self._drafted = self._accepted = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -116,6 +131,8 @@ class Scheduler:
             prefix_lookups=self._lookups,
             prefix_hits=self._hits,
             preemptions=self._preemptions,
+            drafted=self._drafted,
+            accepted=self._accepted,
         )
 
     def blocks_for(self, length: int) -> int:
@@ -176,12 +193,51 @@ class Scheduler:
         if plan.phase is Phase.PREFILL:
             self._nothing_fits = False  # A waiting request may share what was computed.
         for entry in plan.entries:
+            if entry.ahead:
+                continue  # Whether a draft is a token of the request is not known yet.
             request = entry.request
             request.num_computed = entry.span.length
             if plan.phase is Phase.PREFILL or request.num_computed % self._block_size == 0:
                 ticket = self._running.get(request.request_id)
                 if ticket is not None:
                     self._keep_blocks(ticket)
+
+    def draft_rooms(self, wants: Callable[[Request], int]) -> list[tuple[Request, int]]:
+        """Requests that decode next, and how many drafts each may bring, up to what it ``wants``.
+
+        The blocks for them are taken; what decodes and what runs beside it keeps one to grow into.
+        """
+        ready = [each.request for each in self._running.values() if each.request.is_prefilled]
+        rows = VERIFIED_ROWS - len(ready) - sum(len(request.drafts) for request in ready)
+        wanted = [
+            (request, count)
+            for request in ready
+            if request.num_tokens - request.num_computed == 1 and not request.drafts
+            if (count := wants(request)) > 0
+        ]
+        rooms = []
+        for number, (request, count) in enumerate(wanted):
+            share = rows // (len(wanted) - number)
+            found = self._room_for_drafts(request, min(count, share))
+            if found > 0:
+                rooms.append((request, found))
+                rows -= found
+        return rooms
+
+    def settle(self, request: Request, drafted: int, accepted: int) -> None:
+        """Record that ``accepted`` of ``drafted`` drafts are tokens; the request knows them."""
+        self._drafted += drafted
+        self._accepted += accepted
+        request.num_computed += accepted
+        ticket = self._running.get(request.request_id)
+        if ticket is not None and accepted:
+            self._keep_blocks(ticket)
+
+    def drafted(self, request: Request, count: int) -> None:
+        """Record that a draft model has the request's first ``count`` tokens in its cache."""
+        full = slice(request.num_drafted // self._block_size, count // self._block_size)
+        self._pool.drafted.update(request.blocks[full])
+        request.num_drafted = count
 
     def _prefill(self, budget: int) -> StepPlan | None:
         chunks = self._chunks(budget)
@@ -291,6 +347,8 @@ class Scheduler:
         # A new list: tables that were sent to ranks are told apart by their identity.
         request.blocks = [*found, *fresh]
         request.num_computed = len(found) * self._block_size
+        drafted = itertools.takewhile(self._pool.drafted.__contains__, found)
+        request.num_drafted = sum(1 for _ in drafted) * self._block_size
         if not request.num_preempted:
             request.num_cached = request.num_computed
         ticket.num_kept = len(found)
@@ -310,9 +368,11 @@ class Scheduler:
         for request in ready:
             known, start = request.num_tokens, request.num_computed
             if known - start == 1:
-                span = SequenceSpan(start, 1, request.blocks, known)
-                entries.append(StepEntry(request, span, True))
-                token_ids.append(request.output_ids[-1])
+                drafts = request.drafts[: self._free_slots(request)]
+                for ahead, token_id in enumerate((request.output_ids[-1], *drafts)):
+                    span = SequenceSpan(start + ahead, 1, request.blocks, known + ahead)
+                    entries.append(StepEntry(request, span, True, ahead))
+                    token_ids.append(token_id)
                 continue
             stop = min(known, start + REPLAYED_ROWS - replayed)
             replayed += max(0, stop - start)
@@ -326,7 +386,9 @@ class Scheduler:
 
     def _grow(self, ready: list[Request]) -> list[Request]:
         """Give a block to each request that has filled its last; those of ``ready`` that go on."""
-        full = [r for r in ready if len(r.blocks) * self._block_size < r.num_tokens]
+        full = [request for request in ready if self._free_slots(request) < 0]
+        if len(full) > self._pool.num_available:
+            self._take_back()
         if len(full) <= self._pool.num_available:
             for request in full:
                 self._grow_one(request)
@@ -345,8 +407,32 @@ class Scheduler:
         request.blocks.extend(blocks)
         return True
 
+    def _free_slots(self, request: Request) -> int:
+        """Slots behind the request's known tokens; -1 where the last of them has none yet."""
+        return len(request.blocks) * self._block_size - request.num_tokens
+
+    def _room_for_drafts(self, request: Request, count: int) -> int:
+        """Take blocks for up to ``count`` drafts while others keep enough; how many find room."""
+        if count > self._free_slots(request):
+            missing = self.blocks_for(request.num_tokens + count) - len(request.blocks)
+            if self._pool.num_available - missing >= len(self._running):
+                request.blocks.extend(self._pool.take(missing) or ())
+        return min(count, self._free_slots(request))
+
+    def _take_back(self) -> None:
+        """Free the blocks that only drafts would use."""
+        for ticket in self._running.values():
+            request = ticket.request
+            needed = self.blocks_for(request.num_tokens)
+            if len(request.blocks) > needed:
+                self._pool.give_back(request.blocks[needed:])
+                # A new list, as a table that grows again may go on with other blocks.
+                request.blocks = request.blocks[:needed]
+                self._nothing_fits = False
+
     def _preempt(self, ticket: Ticket) -> None:
         request = ticket.request
+        request.drafts = ()
         del self._running[request.request_id]
         self._release(request)
         request.num_computed = 0

@@ -35,8 +35,15 @@ class StepEncoder:
         self._fresh: dict[int, _Table] = {}
         self._stale: list[int] = []
 
-    def encode(self, number: int, step: MeshStep, rows: Sequence[Sequence[SampleRow]]) -> Step:
-        """The message of a step."""
+    def encode(
+        self,
+        number: int,
+        step: MeshStep,
+        rows: Sequence[Sequence[SampleRow]],
+        *,
+        draft: bool = False,
+    ) -> Step:
+        """The message of a step, of the draft model's where ``draft`` says so."""
         self._fresh = {}
         parts = [self._part(number, part) for part in step.parts]
         self._stale = [
@@ -50,9 +57,10 @@ class StepEncoder:
             variant=step.rows.variant.value,
             counts=[list(counts) for counts in step.rows.counts],
             padding=step.rows.padding.value,
-            rows=[[(row.request_id, row.index) for row in part] for part in rows],
+            rows=[[(row.request_id, row.index, row.ahead) for row in part] for part in rows],
             tables={table.number: list(table.blocks) for table in self._fresh.values()},
             dropped=[self._known[key].number for key in self._stale],
+            draft=draft,
         )
 
     def sent(self) -> None:

@@ -150,7 +150,8 @@ class Rank:
 
         step, rows = self._steps.decode(message)
         with torch.inference_mode():
-            logits = self.loaded.runner.run(step)
+            loaded = self.loaded.draft_model() if message.draft else self.loaded
+            logits = loaded.runner.run(step)
             if not self.leads:
                 return None
             states = self._rows.at(step.parts[self._attn_dp], rows[self._attn_dp])
@@ -171,7 +172,7 @@ def load_rank(start: Start, store: Any = None) -> Rank:
     from layline.comm.recording import Recorder, Timing, record_groups
     from layline.engine.facts import resolve
     from layline.engine.meeting import VERIFIED_CALLS, join_groups
-    from layline.engine.model import load_part, resolve_device
+    from layline.engine.model import load_draft, load_part, resolve_device
     from layline.weights.opening import open_checkpoint
 
     engine = EngineConfig(**start.engine)
@@ -195,6 +196,7 @@ def load_rank(start: Start, store: Any = None) -> Rank:
         loaded = load_part(facts, checkpoint, mesh, device)
     finally:
         checkpoint.close()
+    load_draft(engine, loaded, groups, device)
     return Rank(start, groups, loaded, recorder)
 
 

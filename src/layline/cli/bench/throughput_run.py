@@ -107,6 +107,13 @@ class TimedExecutor:
         self.seconds += perf_counter() - begin
         return tokens
 
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+        """See Executor."""
+        begin = perf_counter()
+        tokens = self._executor.draft(step, rows)
+        self.seconds += perf_counter() - begin
+        return tokens
+
     def memory(self) -> MemoryUse:
         """See Executor."""
         return self._executor.memory()
