@@ -37,9 +37,10 @@ class EngineConfig:
     ``kv_memory`` is in bytes; None lets the engine size the cache for ``max_running`` requests of
     ``max_model_len`` tokens within a cap. ``max_model_len`` None means the model's own context.
     ``kv_dtype`` is the type of cached keys and values, ``auto`` that of the run; ``prefix_cache``
-    lets requests share the cached beginnings of their prompts. ``prefill_tokens`` bounds the prompt
-    tokens of one step. ``threads`` are those of the whole run, ``kv_memory`` is that of one rank;
-    ``max_running`` and ``prefill_tokens`` count on each attention DP rank.
+    lets requests share the cached beginnings of their prompts. ``prefill_tokens`` bounds the
+    tokens of one step: decodes come first, and prompts get what is left, at least one token.
+    ``threads`` are those of the whole run, ``kv_memory`` is that of one rank; ``max_running`` and
+    ``prefill_tokens`` count on each attention DP rank.
 
     The degrees are those of :class:`Topology`. ``boundary_reduction`` is resolved when the model
     is known. ``cp_layout`` says how a prompt's new tokens are divided over attention CP ranks.

@@ -12,7 +12,7 @@ from layline.boundary.exit import ForwardFlags
 from layline.layers import parallel
 from layline.layers.linear import Linear
 from layline.layers.parallel import RowParallelLinear
-from layline.layers.spans import Phase
+from layline.layers.spans import MixedPhase, Phase
 from layline.topology import Topology
 from support.layers import (
     HIDDEN,
@@ -29,12 +29,14 @@ from support.layers import (
 
 
 def attention_run(rank: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Two prompts in two chunks, then a decode step; every output and the cache."""
+    """Two prompts in two chunks, decodes, and both in one step; every output and the cache."""
     module = rank.attention()
     steps = [
         (Phase.PREFILL, [span(0, 7), span(0, 4, 6)]),
         (Phase.PREFILL, [span(7, 5), span(4, 3, 6)]),
         (Phase.DECODE, [span(12, 1), span(7, 1, 6)]),
+        (MixedPhase(2), [span(13, 1), span(8, 1, 6), span(0, 3, 11, 2), span(0, 2, 13, 2)]),
+        (MixedPhase(1), [span(14, 1), span(3, 4, 11, 2)]),
     ]
     outputs = []
     for number, (phase, spans) in enumerate(steps):

@@ -19,7 +19,7 @@ from layline.layers.forward_batch import ForwardBatch
 from layline.layers.parallel import ParallelHead, VocabParallelEmbedding
 from layline.layers.spans import Phase, SequenceSpan
 from layline.models.decoder import GatedMLP, SelfAttention
-from layline.models.loader import LoadTarget, ModelLoader
+from layline.models.loader import LoadTarget, ModelLoader, TiedTable
 from layline.models.parallel import Shards
 from layline.models.registry import family_of
 from layline.topology import GroupName, Topology
@@ -147,7 +147,8 @@ def table_and_head(rank: Rank) -> tuple[Any, Any]:
     config = shards.config
     region = Region((config.vocab_size, config.hidden_size), rows=shards.vocabulary)
     embedding = loader.embedding("model.embed_tokens", region, shards.vocab_rows)
-    head = loader.head("lm_head", embedding, region, shards.vocab_rows, config.tied_head)
+    tied = TiedTable("model.embed_tokens", embedding, config.tied_head)
+    head = loader.head("lm_head", tied, region, shards.vocab_rows)
     group = parallel.compute_group(rank.mesh, GroupName.ATTN_TP)
     if group is None:
         return embedding, head

@@ -20,7 +20,7 @@ from layline.engine.model import BLOCK_SIZE, LoadedModel, load_part
 from layline.engine.rank_part import part_of
 from layline.engine.runner import Runner
 from layline.engine.step import IDLE, MeshStep, RankStep
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import MixedPhase, Phase, SequenceSpan, StepPhase
 from layline.topology import Topology
 from support.ranks import Settings, run_processes
 
@@ -43,12 +43,16 @@ class TextSequence:
         return SequenceSpan(start, count, self.blocks, rope_length=len(self.ids))
 
 
-def rank_step(phase: Phase, parts: Sequence[tuple[TextSequence, int, int]]) -> RankStep:
+def rank_step(phase: StepPhase, parts: Sequence[tuple[TextSequence, int, int]]) -> RankStep:
     """One DP rank's part: ``(sequence, start, count)`` in row order."""
     if not parts:
         return IDLE
+    if isinstance(phase, MixedPhase):
+        num_decode = phase.num_decode
+    else:
+        num_decode = len(parts) if phase is Phase.DECODE else 0
     return RankStep(
-        phase,
+        num_decode,
         tuple(sequence.span(start, count) for sequence, start, count in parts),
         tuple(i for sequence, start, count in parts for i in sequence.ids[start : start + count]),
         (True,) * len(parts),
@@ -56,7 +60,7 @@ def rank_step(phase: Phase, parts: Sequence[tuple[TextSequence, int, int]]) -> R
 
 
 def hand_written_steps(sequences: Sequence[TextSequence], attn_dp: int) -> list[list[RankStep]]:
-    """Chunked prefills, a prefill beside a decode, idle ranks, decodes of unequal batches.
+    """Chunked prefills, prefills beside decodes, idle ranks, decodes of unequal batches.
 
     The sequences of a DP rank advance together; the last of several DP ranks starts late, and the
     first goes on alone.
@@ -86,6 +90,11 @@ def hand_written_steps(sequences: Sequence[TextSequence], attn_dp: int) -> list[
     ]
     steps.append(third)
     steps.append([part(dp, Phase.DECODE, 8, 1) if dp == 0 else IDLE for dp in range(attn_dp)])
+    # Both phases on one rank, beside ranks that decode.
+    one, other = home[0]
+    both = rank_step(MixedPhase(1), [(one, 9, 1), (other, 9, 3)])
+    others = [part(dp, Phase.DECODE, 10 if dp == late else 6 + dp, 1) for dp in range(1, attn_dp)]
+    steps.append([both, *others])
     return steps
 
 

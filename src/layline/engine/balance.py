@@ -1,8 +1,9 @@
 """Scheduling over attention DP: one decision-maker, a queue and a block pool for every DP rank.
 
-Every step is one for the whole mesh: each DP rank prefills, decodes or idles in it. Steps that
-prefer prompts and steps that prefer decodes take turns, so neither can starve the other, and the
-ranks do the same where they can. Pure Python; the same arrivals always give the same steps.
+Every step is one for the whole mesh: each DP rank decodes, prefills, does both or idles in it.
+Where rows of both phases cannot share a step, those that prefer prompts and those that prefer
+decodes take turns, so neither can starve the other, and the ranks do the same where they can.
+Pure Python; the same arrivals always give the same steps.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class StepRules:
     attn_cp: int = 1
     sequence_parallel: bool = False
     input_scattered: bool = False
+    quantised_all_reduce: bool = False
     padding: DpPadding = DpPadding.MAX_LEN
     cp_layout: str = "contiguous"
 
@@ -77,9 +79,19 @@ class StepRules:
             attn_cp=engine.attn_cp,
             sequence_parallel=engine.sequence_parallel,
             input_scattered=engine.input_scattered,
+            quantised_all_reduce=engine.quantised_all_reduce,
             padding=DpPadding(engine.dp_padding),
             cp_layout=engine.cp_layout,
         )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether prompts and decodes can share a step.
+
+        Slices of a prompt's rows, the ranks' shares of its context and sums of rounded rows are
+        for steps of prompts alone; a decode among them would have prompts computed otherwise.
+        """
+        return not (self.sequence_parallel or self.quantised_all_reduce or self.attn_cp > 1)
 
     def rows(self, parts: Sequence[RankStep]) -> StepRows:
         """Rows and variant of a step made of ``parts``."""
@@ -96,7 +108,7 @@ class StepRules:
         return self.attn_cp > 1 or self.sequence_parallel or self.input_scattered
 
     def _variant(self, parts: Sequence[RankStep], tokens: int) -> BatchVariant:
-        prefills = all(part.phase is Phase.PREFILL for part in parts if part.spans)
+        prefills = all(part.num_decode == 0 for part in parts)
         if self.sequence_parallel and prefills:
             return BatchVariant.SEQUENCE_PARALLEL
         if self.input_scattered and tokens % self.tp == 0:
@@ -175,20 +187,24 @@ class MeshScheduler:
         self.parts[request.attn_dp].settle(request, drafted, accepted)
 
     def drafted(self, request: Request, count: int) -> None:
-        """See Scheduler.drafted."""
-        self.parts[request.attn_dp].drafted(request, count)
+        """See DraftLedger.computed."""
+        self.parts[request.attn_dp].drafts.computed(request, count)
 
     def next_step(self) -> MeshPlan | None:
         """The next step of the mesh, or None when no DP rank has anything to run."""
         limit = PREFILL_BESIDE_DECODES if any(part.decodes for part in self.parts) else None
-        plans = tuple([part.next_step(self._prefer, limit) for part in self.parts])
+        if self._rules.mixes:
+            plans = tuple([part.next_step(limit) for part in self.parts])
+        else:
+            plans = tuple([part.next_phase(self._prefer, limit) for part in self.parts])
         if not any(plans):
             return None
         parts = tuple([IDLE if plan is None else _rank_step(plan) for plan in plans])
         return MeshPlan(plans, MeshStep(parts, self._rules.rows(parts)))
 
     def complete(self, plan: MeshPlan) -> None:
-        """Record that the step's tokens are in the cache; the next step prefers the other phase."""
+        """Record that the step's tokens are in the cache."""
+        # Where phases take turns.
         self._prefer = Phase.DECODE if self._prefer is Phase.PREFILL else Phase.PREFILL
         for scheduler, part in zip(self.parts, plan.parts, strict=True):
             if part is not None:
@@ -197,7 +213,7 @@ class MeshScheduler:
 
 def _rank_step(plan: StepPlan) -> RankStep:
     return RankStep(
-        plan.phase,
+        plan.num_decode,
         tuple([entry.span for entry in plan.entries]),
         plan.token_ids,
         tuple([entry.samples for entry in plan.entries]),

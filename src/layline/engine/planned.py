@@ -20,6 +20,7 @@ from layline.comm.groups import CollectiveRecord, wire_bytes
 from layline.config import EngineConfig
 from layline.engine.facts import PLAIN_ENCODINGS, ModelFacts, resolve
 from layline.engine.room import Room, room_for
+from layline.engine.speculation.make import draft_facts
 from layline.errors import UsageError, one_of
 from layline.models.collectives import compute_collectives
 from layline.models.footprint import Footprint, footprint
@@ -45,7 +46,7 @@ class ModelPlan:
     ``lines`` are those of a step in the order in which ranks run them. ``packed_head`` is the
     encoding of a head that stays quantised: which kernel this machine has for it decides what its
     scores are, so ``sizes`` are ``assumed`` until the kernels have been asked. ``room`` is what
-    the device has for a rank.
+    the device has for a rank. ``draft`` is a draft model that takes a part of it.
     """
 
     facts: ModelFacts
@@ -57,6 +58,7 @@ class ModelPlan:
     room: Room
     packed_head: str | None = None
     assumed: bool = False
+    draft: ModelFacts | None = None
 
     def with_sizes(self, sizes: ElementSizes) -> ModelPlan:
         """The same plan with what this machine's kernels return."""
@@ -87,9 +89,12 @@ class ModelPlan:
 
     @property
     def footprint(self) -> Footprint:
-        """Memory of one rank."""
-        weights, cached = ITEMSIZES[self.facts.dtype], ITEMSIZES[self.facts.kv_dtype]
-        return footprint(self.facts.config, self.spec.topology, weights, cached)
+        """Memory of one rank, a draft model's included."""
+        own = _footprint(self.facts)
+        if self.draft is None:
+            return own
+        beside = _footprint(self.draft)
+        return Footprint(own.weights + beside.weights, own.kv_per_token + beside.kv_per_token)
 
     def collectives(self) -> Iterator[Collective]:
         """Those of a step, in order."""
@@ -136,8 +141,14 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
         room=room_for(engine, facts.spec.topology),
         packed_head=head,
         assumed=head is not None,
+        draft=draft_facts(engine, facts),
     )
     return replace(plan, lines=plan._lines_of(plan.kind))
+
+
+def _footprint(facts: ModelFacts) -> Footprint:
+    weights, cached = ITEMSIZES[facts.dtype], ITEMSIZES[facts.kv_dtype]
+    return footprint(facts.config, facts.spec.topology, weights, cached)
 
 
 def packed_head(facts: ModelFacts, checkpoint: Checkpoint) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from layline.boundary.layout import BatchVariant
 from layline.engine.context_split import split_context
 from layline.engine.step import MeshStep, RankStep
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import SequenceSpan, StepPhase
 from layline.topology import Topology
 
 
@@ -19,7 +19,7 @@ class RankPart:
     """One rank's rows of one step.
 
     Attributes:
-        phase: Which kernels its attention runs.
+        phase: Which kernels its attention runs, on which rows.
         spans: Its sequences, or pieces of them, in row order.
         token_ids: The ids of its rows.
         sampling_rows: For each sequence that samples, its row here, None where another CP rank
@@ -30,7 +30,7 @@ class RankPart:
             outside a context-parallel batch.
     """
 
-    phase: Phase
+    phase: StepPhase
     spans: tuple[SequenceSpan, ...]
     token_ids: tuple[int, ...]
     sampling_rows: tuple[int | None, ...]

@@ -87,7 +87,7 @@ class Runner:
 
     def _batch(self, step: MeshStep, part: RankPart) -> ForwardBatch:
         spans = part.spans
-        positions = _joined([np.arange(span.start, span.length) for span in spans])
+        positions = _positions(spans)
         lengths = None
         if self.model.rope_is_dynamic:
             counts = [span.count for span in spans]
@@ -118,17 +118,34 @@ class Runner:
 
     def _slots(self, spans: Sequence[SequenceSpan]) -> torch.Tensor | slice:
         size = self._block_size
-        if all(span.count == 1 for span in spans):
-            # A decode step: one number of each is quicker without arrays.
-            starts = [(span.blocks[span.start // size], span.start % size) for span in spans]
-            slots = np.array([block * size + row for block, row in starts], dtype=np.int64)
-        else:
-            slots = _joined([slot_numbers(span, span.start, span.length, size) for span in spans])
+        ones, others = _divided(spans)
+        starts = [(span.blocks[span.start // size], span.start % size) for span in ones]
+        slots = _joined(
+            [block * size + row for block, row in starts],
+            [slot_numbers(span, span.start, span.length, size) for span in others],
+        )
         # A plain copy is a fraction of an indexed one; one sequence's rows are mostly consecutive.
         if len(slots) and (np.diff(slots) == 1).all():
             return slice(int(slots[0]), int(slots[0]) + len(slots))
         return torch.from_numpy(slots).to(self._device)
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+def _positions(spans: Sequence[SequenceSpan]) -> np.ndarray:
+    """Positions of the spans' tokens, int64 [tokens]."""
+    ones, others = _divided(spans)
+    ranges = [np.arange(span.start, span.length, dtype=np.int64) for span in others]
+    return _joined([span.start for span in ones], ranges)
+
+
+def _divided(
+    spans: Sequence[SequenceSpan],
+) -> tuple[Sequence[SequenceSpan], Sequence[SequenceSpan]]:
+    """The leading spans of one token, and the others: those are quicker without arrays."""
+    count = next((i for i, span in enumerate(spans) if span.count != 1), len(spans))
+    return spans[:count], spans[count:]
+
+
+def _joined(numbers: Sequence[int], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """``numbers`` and then those of ``arrays``, int64."""
+    first = np.array(numbers, dtype=np.int64)
+    return np.concatenate([first, *arrays]) if arrays else first

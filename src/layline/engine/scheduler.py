@@ -1,9 +1,8 @@
 """What runs in the next step. Pure Python without torch or a clock; the same calls always give the
 same steps.
 
-A step either prefills prompts, in chunks under a token budget, or decodes all requests whose prompt
-is in the cache. Which of the two a step prefers is the caller's to say; a scheduler without work of
-that phase runs the other.
+A step decodes every request whose prompt is in the cache, and fills what is left of its token
+budget with chunks of prompts. A caller whose steps must have one phase asks for whole phases.
 
 Blocks are taken as they are needed: those of the whole prompt at admission, one more whenever a
 decode fills its last. When none is left, the request that stands last loses its place: its blocks
@@ -16,23 +15,21 @@ too. Nobody is preempted for drafts, and what only drafts need is given up befor
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from layline.engine.blocks import BlockPool
+from layline.engine.drafts import DraftLedger
 from layline.engine.prefix import block_key, root_key
 from layline.engine.request import Request
 from layline.engine.waiting import Ticket, WaitingQueue
 from layline.errors import PromptError
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import Phase, SequenceSpan, StepPhase, step_phase
 
 BLOCK_SIZE = 16
 """Tokens in a block of the key-value cache."""
 REPLAYED_ROWS = 64
 """Most generated tokens that a decode step computes once more for readmitted requests."""
-VERIFIED_ROWS = 32
-"""Rows of a decode step up to which requests bring drafts: a full batch has no time to spare."""
 EXPECTED_TOKENS = 256
 """What a request is expected to generate at most where loads are compared."""
 
@@ -52,15 +49,24 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: its phase, its sequences in row order, and the token ids of its rows.
+    """One step: its sequences in row order, and the token ids of their rows.
 
-    A readmitted request, and one with drafts, may have several entries of one token each in a
-    decode step.
+    The first ``num_decode`` entries decode, one token each; a readmitted request, and one with
+    drafts, may have several of them, in the order of their positions. The others prefill.
     """
 
-    phase: Phase
+    num_decode: int
     entries: tuple[StepEntry, ...]
     token_ids: tuple[int, ...]
+
+    @property
+    def phase(self) -> StepPhase:
+        """Which of the rows decode."""
+        return step_phase(self.num_decode, len(self.token_ids))
+
+
+_Rows = tuple[list[StepEntry], list[int]]
+"""Entries and the token ids of their rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class Scheduler:
         self._running: dict[int, Ticket] = {}
         self._nothing_fits = False
         self._lookups = self._hits = self._preemptions = 0
-        self._drafted = self._accepted = 0
+        self.drafts = DraftLedger(pool, block_size)
 
     @property
     def num_unfinished(self) -> int:
@@ -131,8 +137,8 @@ class Scheduler:
             prefix_lookups=self._lookups,
             prefix_hits=self._hits,
             preemptions=self._preemptions,
-            drafted=self._drafted,
-            accepted=self._accepted,
+            drafted=self.drafts.drafted,
+            accepted=self.drafts.accepted,
         )
 
     def blocks_for(self, length: int) -> int:
@@ -176,73 +182,66 @@ class Scheduler:
             self._release(request)
         self._nothing_fits = False
 
-    def next_step(
-        self, prefer: Phase = Phase.PREFILL, prefill_tokens: int | None = None
-    ) -> StepPlan | None:
-        """The next step, of the preferred phase where there is work of it; None without any work.
+    def next_step(self, prompt_tokens: int | None = None) -> StepPlan | None:
+        """All requests that can decode, and prompts with what they leave of the token budget.
 
-        A prefill has at most ``prefill_tokens`` tokens, and never more than the scheduler's limit.
+        None without any work. Prompts have at most ``prompt_tokens`` tokens, and at least one
+        however many requests decode: neither waits for the other.
         """
-        budget = min(self._prefill_tokens, prefill_tokens or self._prefill_tokens)
-        plan = self._decode() if prefer is Phase.DECODE else None
-        # Once more decodes: who is admitted may find all of its prompt in the cache.
-        return plan or self._prefill(budget) or self._decode()
+        decodes = self._decode()
+        budget = self._budget(prompt_tokens)
+        left = min(budget, max(1, self._prefill_tokens - len(decodes[0])))
+        return _joined(decodes, self._prefill(left)) or self._late_decode()
+
+    def next_phase(self, prefer: Phase, prompt_tokens: int | None = None) -> StepPlan | None:
+        """A step of one phase: the preferred one where there is work of it, else the other.
+
+        None without any work.
+        """
+        if prefer is Phase.DECODE:
+            plan = self._late_decode()
+            if plan is not None:
+                return plan
+        return _joined(([], []), self._prefill(self._budget(prompt_tokens))) or self._late_decode()
 
     def complete(self, plan: StepPlan) -> None:
         """Record that the step's tokens are in the cache."""
-        if plan.phase is Phase.PREFILL:
+        if plan.num_decode < len(plan.entries):
             self._nothing_fits = False  # A waiting request may share what was computed.
-        for entry in plan.entries:
+        for number, entry in enumerate(plan.entries):
             if entry.ahead:
                 continue  # Whether a draft is a token of the request is not known yet.
             request = entry.request
-            request.num_computed = entry.span.length
-            if plan.phase is Phase.PREFILL or request.num_computed % self._block_size == 0:
+            request.num_computed = length = entry.span.length
+            if number >= plan.num_decode or length % self._block_size == 0:
                 ticket = self._running.get(request.request_id)
                 if ticket is not None:
                     self._keep_blocks(ticket)
 
     def draft_rooms(self, wants: Callable[[Request], int]) -> list[tuple[Request, int]]:
-        """Requests that decode next, and how many drafts each may bring, up to what it ``wants``.
-
-        The blocks for them are taken; what decodes and what runs beside it keeps one to grow into.
-        """
+        """Requests that may bring drafts to the next step, and how many; see DraftLedger.rooms."""
         ready = [each.request for each in self._running.values() if each.request.is_prefilled]
-        rows = VERIFIED_ROWS - len(ready) - sum(len(request.drafts) for request in ready)
-        wanted = [
-            (request, count)
-            for request in ready
-            if request.num_tokens - request.num_computed == 1 and not request.drafts
-            if (count := wants(request)) > 0
-        ]
-        rooms = []
-        for number, (request, count) in enumerate(wanted):
-            share = rows // (len(wanted) - number)
-            found = self._room_for_drafts(request, min(count, share))
-            if found > 0:
-                rooms.append((request, found))
-                rows -= found
-        return rooms
+        # Each that runs keeps a block to grow into.
+        return self.drafts.rooms(ready, len(self._running), wants)
 
     def settle(self, request: Request, drafted: int, accepted: int) -> None:
         """Record that ``accepted`` of ``drafted`` drafts are tokens; the request knows them."""
-        self._drafted += drafted
-        self._accepted += accepted
+        self.drafts.drafted += drafted
+        self.drafts.accepted += accepted
         request.num_computed += accepted
         ticket = self._running.get(request.request_id)
         if ticket is not None and accepted:
             self._keep_blocks(ticket)
 
-    def drafted(self, request: Request, count: int) -> None:
-        """Record that a draft model has the request's first ``count`` tokens in its cache."""
-        full = slice(request.num_drafted // self._block_size, count // self._block_size)
-        self._pool.drafted.update(request.blocks[full])
-        request.num_drafted = count
+    def _budget(self, prompt_tokens: int | None) -> int:
+        return min(self._prefill_tokens, prompt_tokens or self._prefill_tokens)
 
-    def _prefill(self, budget: int) -> StepPlan | None:
+    def _late_decode(self) -> StepPlan | None:
+        """Decodes alone. Who has just been admitted may have all of its prompt in the cache."""
+        return _joined(self._decode(), ([], []))
+
+    def _prefill(self, budget: int) -> _Rows:
         chunks = self._chunks(budget)
-        if not chunks:
-            return None
         entries: list[StepEntry] = []
         token_ids: list[int] = []
         for request, count in chunks:
@@ -252,7 +251,7 @@ class Scheduler:
             samples = span.length == total and not request.output_ids
             entries.append(StepEntry(request, span, samples))
             token_ids.extend(request.prompt_ids[start : start + count])
-        return StepPlan(Phase.PREFILL, tuple(entries), tuple(token_ids))
+        return entries, token_ids
 
     def _chunks(self, budget: int) -> list[tuple[Request, int]]:
         """Whose prompt to compute, and how many tokens of it, ``budget`` at most in all.
@@ -347,8 +346,7 @@ class Scheduler:
         # A new list: tables that were sent to ranks are told apart by their identity.
         request.blocks = [*found, *fresh]
         request.num_computed = len(found) * self._block_size
-        drafted = itertools.takewhile(self._pool.drafted.__contains__, found)
-        request.num_drafted = sum(1 for _ in drafted) * self._block_size
+        request.num_drafted = self.drafts.found(found)
         if not request.num_preempted:
             request.num_cached = request.num_computed
         ticket.num_kept = len(found)
@@ -357,10 +355,8 @@ class Scheduler:
         self._waiting.leave(ticket, admitted=True)
         self._running[request.request_id] = ticket
 
-    def _decode(self) -> StepPlan | None:
+    def _decode(self) -> _Rows:
         ready = [each.request for each in self._running.values() if each.request.is_prefilled]
-        if not ready:
-            return None
         ready = self._grow(ready)
         entries: list[StepEntry] = []
         token_ids: list[int] = []
@@ -368,7 +364,7 @@ class Scheduler:
         for request in ready:
             known, start = request.num_tokens, request.num_computed
             if known - start == 1:
-                drafts = request.drafts[: self._free_slots(request)]
+                drafts = request.drafts[: self.drafts.free_slots(request)]
                 for ahead, token_id in enumerate((request.output_ids[-1], *drafts)):
                     span = SequenceSpan(start + ahead, 1, request.blocks, known + ahead)
                     entries.append(StepEntry(request, span, True, ahead))
@@ -380,15 +376,15 @@ class Scheduler:
                 span = SequenceSpan(position, 1, request.blocks, position + 1)
                 entries.append(StepEntry(request, span, position + 1 == known))
             token_ids.extend(request.token_ids(start, stop))
-        if not entries:
-            return None
-        return StepPlan(Phase.DECODE, tuple(entries), tuple(token_ids))
+        return entries, token_ids
 
     def _grow(self, ready: list[Request]) -> list[Request]:
         """Give a block to each request that has filled its last; those of ``ready`` that go on."""
-        full = [request for request in ready if self._free_slots(request) < 0]
+        full = [request for request in ready if self.drafts.free_slots(request) < 0]
         if len(full) > self._pool.num_available:
-            self._take_back()
+            running = (ticket.request for ticket in self._running.values())
+            if self.drafts.take_back(running):
+                self._nothing_fits = False
         if len(full) <= self._pool.num_available:
             for request in full:
                 self._grow_one(request)
@@ -406,29 +402,6 @@ class Scheduler:
             return False
         request.blocks.extend(blocks)
         return True
-
-    def _free_slots(self, request: Request) -> int:
-        """Slots behind the request's known tokens; -1 where the last of them has none yet."""
-        return len(request.blocks) * self._block_size - request.num_tokens
-
-    def _room_for_drafts(self, request: Request, count: int) -> int:
-        """Take blocks for up to ``count`` drafts while others keep enough; how many find room."""
-        if count > self._free_slots(request):
-            missing = self.blocks_for(request.num_tokens + count) - len(request.blocks)
-            if self._pool.num_available - missing >= len(self._running):
-                request.blocks.extend(self._pool.take(missing) or ())
-        return min(count, self._free_slots(request))
-
-    def _take_back(self) -> None:
-        """Free the blocks that only drafts would use."""
-        for ticket in self._running.values():
-            request = ticket.request
-            needed = self.blocks_for(request.num_tokens)
-            if len(request.blocks) > needed:
-                self._pool.give_back(request.blocks[needed:])
-                # A new list, as a table that grows again may go on with other blocks.
-                request.blocks = request.blocks[:needed]
-                self._nothing_fits = False
 
     def _preempt(self, ticket: Ticket) -> None:
         request = ticket.request
@@ -466,3 +439,10 @@ class Scheduler:
             parent = keys[-1] if keys else root_key(request.cache_salt)
             start = len(keys) * self._block_size
             keys.append(block_key(parent, request.token_ids(start, start + self._block_size)))
+
+
+def _joined(decodes: _Rows, prompts: _Rows) -> StepPlan | None:
+    entries = (*decodes[0], *prompts[0])
+    if not entries:
+        return None
+    return StepPlan(len(decodes[0]), entries, (*decodes[1], *prompts[1]))

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 
 from layline.boundary.layout import BatchVariant
 from layline.boundary.rows import DpPadding, StepRows
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import Phase, SequenceSpan, StepPhase, step_phase
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
     """What one attention DP rank runs: sequences in row order and the token ids of their rows.
 
-    ``samples[i]`` says whether the last row of span ``i`` is scored.
+    The first ``num_decode`` spans decode, one token each, and the others prefill. ``samples[i]``
+    says whether the last row of span ``i`` is scored.
     """
 
-    phase: Phase
+    num_decode: int
     spans: tuple[SequenceSpan, ...]
     token_ids: tuple[int, ...]
     samples: tuple[bool, ...]
@@ -30,31 +31,42 @@ class RankStep:
         """Rows of the step on this DP rank, context parallelism not counted."""
         return len(self.token_ids)
 
+    @property
+    def phase(self) -> StepPhase:
+        """Which of the rows decode; without any it is DECODE."""
+        return step_phase(self.num_decode, len(self.token_ids))
 
-IDLE = RankStep(Phase.DECODE, (), (), ())
+    @property
+    def prefills(self) -> bool:
+        """True when a row of it prefills."""
+        return self.num_decode < len(self.token_ids)
+
+
+IDLE = RankStep(0, (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
 class MeshStep:
-    """One step: a part for each attention DP rank, and the rows every rank holds.
-
-    ``ffn_phase`` picks the kernels of what runs on rows of several ranks: prefill as soon as one
-    of them prefills.
-    """
+    """One step: a part for each attention DP rank, and the rows every rank holds."""
 
     parts: tuple[RankStep, ...]
     rows: StepRows
 
     @property
     def prefills(self) -> bool:
-        """True when every part that has rows prefills."""
-        return all(part.phase is Phase.PREFILL for part in self.parts if part.spans)
+        """True when every row of every part prefills."""
+        return all(part.num_decode == 0 for part in self.parts)
 
     @property
-    def ffn_phase(self) -> Phase:
-        """The phase of compute that runs on gathered rows."""
-        prefills = any(part.phase is Phase.PREFILL for part in self.parts if part.spans)
-        return Phase.PREFILL if prefills else Phase.DECODE
+    def ffn_phase(self) -> StepPhase:
+        """The phase of compute that runs on the rows of every attention DP rank.
+
+        Those of several ranks lie between each other's padding, so all of them prefill as soon as
+        one does.
+        """
+        if len(self.parts) == 1:
+            return self.parts[0].phase
+        return Phase.PREFILL if any(part.prefills for part in self.parts) else Phase.DECODE
 
 
 def ordinary_step(

@@ -9,7 +9,7 @@ from layline.boundary.rows import DpPadding, StepRows
 from layline.engine.balance import SampleRow
 from layline.engine.step import MeshStep, RankStep
 from layline.engine.wire import Part, Step, WireError
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import SequenceSpan
 
 KEPT_STEPS = 256
 """A table that this many steps did not use is forgotten on both sides."""
@@ -75,8 +75,7 @@ class StepEncoder:
             (span.start, span.count, self._number(step, span.blocks), span.rope_length)
             for span in part.spans
         ]
-        prefill = part.phase is Phase.PREFILL
-        return Part(prefill, spans, list(part.token_ids), list(part.samples))
+        return Part(part.num_decode, spans, list(part.token_ids), list(part.samples))
 
     def _number(self, step: int, blocks: Sequence[int]) -> int:
         key = id(blocks)
@@ -113,5 +112,4 @@ class StepDecoder:
             SequenceSpan(start, count, self._tables[table], rope_length)
             for start, count, table, rope_length in part.spans
         )
-        phase = Phase.PREFILL if part.prefill else Phase.DECODE
-        return RankStep(phase, spans, tuple(part.token_ids), tuple(part.samples))
+        return RankStep(part.num_decode, spans, tuple(part.token_ids), tuple(part.samples))

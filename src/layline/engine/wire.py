@@ -69,7 +69,7 @@ class Release(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class Part(msgspec.Struct, array_like=True, frozen=True):
     """A RankStep. Spans are (start, count, table number, rope length)."""
 
-    prefill: bool
+    num_decode: int
     spans: list[tuple[int, int, int, int]]
     token_ids: list[int]
     samples: list[bool]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from layline.layers.forward_batch import AttentionPlan
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import MixedPhase, Phase, SequenceSpan, StepPhase
 
 QUERY_ROWS = 128
 NULL_SLOT = 0  # Block 0 is never given to a sequence; its rows stay zero, so padding reads zeros.
@@ -27,9 +27,9 @@ class AttentionBackend(Protocol):
     """How attention reads the cache. One object serves all layers of a device."""
 
     def plan(
-        self, phase: Phase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
+        self, phase: StepPhase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
     ) -> AttentionPlan:
-        """Prepare a step whose rows are the spans' tokens in order."""
+        """Prepare a step whose rows are the spans' tokens in order, those that decode first."""
 
     def attend(
         self,
@@ -80,9 +80,12 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttentionPlan(AttentionPlan):
-    """Prepared reads for each attention window of the model."""
+    """Prepared reads for each attention window of the model.
 
-    num_sequences: int
+    The first ``num_decode`` rows decode; ``prefill`` names the rows of each of its segments.
+    """
+
+    num_decode: int
     decode: dict[int | None, _DecodeReach]
     prefill: dict[int | None, tuple[_Segment, ...]]
 
@@ -101,16 +104,17 @@ class TorchAttention:
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def plan(
-        self, phase: Phase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
+        self, phase: StepPhase, spans: Sequence[SequenceSpan], windows: frozenset[int | None]
     ) -> TorchAttentionPlan:
         """Prepare one step; decode spans have one token each. A rank may have none."""
-        if not spans:
-            return TorchAttentionPlan(0, {}, {})
-        if phase is Phase.DECODE:
-            decode = {window: self._decode_reach(spans, window) for window in windows}
-            return TorchAttentionPlan(len(spans), decode, {})
-        prefill = {window: self._segments(spans, window) for window in windows}
-        return TorchAttentionPlan(len(spans), {}, prefill)
+        if isinstance(phase, MixedPhase):
+            count = phase.num_decode
+        else:
+            count = len(spans) if phase is Phase.DECODE else 0
+        ones, prompts = spans[:count], spans[count:]
+        decode = {window: self._decode_reach(ones, window) for window in windows if ones}
+        prefill = {window: self._segments(prompts, count, window) for window in windows if prompts}
+        return TorchAttentionPlan(count, decode, prefill)
 
     def attend(
         self,
@@ -122,11 +126,13 @@ class TorchAttention:
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         assert isinstance(plan, TorchAttentionPlan)
-        if plan.decode:
-            return self._decode(q_TND, cache_S2KD, plan, window)
         outputs = [
-            self._prefill(q_TND, kv_T2KD, cache_S2KD, segment) for segment in plan.prefill[window]
+            self._prefill(q_TND, kv_T2KD, cache_S2KD, segment)
+            for segment in plan.prefill.get(window, ())
         ]
+        if plan.decode:
+            decoded = self._decode(q_TND[: plan.num_decode], cache_S2KD, plan, window)
+            outputs.insert(0, decoded)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode(
@@ -207,9 +213,11 @@ class TorchAttention:
         slots: np.ndarray = np.take_along_axis(tables, blocks, axis=1) * size + tokens % size
         return slots
 
-    def _segments(self, spans: Sequence[SequenceSpan], window: int | None) -> tuple[_Segment, ...]:
+    def _segments(
+        self, spans: Sequence[SequenceSpan], row: int, window: int | None
+    ) -> tuple[_Segment, ...]:
+        """Segments of ``spans``, the first of which begins at ``row`` of the step."""
         segments: list[_Segment] = []
-        row = 0
         for span in spans:
             # Rows in blocks, each with the keys up to its last: hidden scores are not computed.
             step = QUERY_ROWS if self._device.type == "cpu" else span.count

@@ -10,7 +10,7 @@ from layline.boundary.adapters.attention import AttnTpContext
 from layline.boundary.layout import BatchVariant
 from layline.boundary.residual.stream import ResidualStream
 from layline.boundary.rows import ORDINARY, BatchKind, RankRows
-from layline.layers.spans import Phase
+from layline.layers.spans import StepPhase
 
 
 class AttentionPlan:
@@ -42,14 +42,14 @@ class ForwardBatch:
     are those of every CP rank's tokens, and ``context_parallel`` says how to join them.
     """
 
-    phase: Phase
+    phase: StepPhase
     rope_cos: torch.Tensor
     rope_sin: torch.Tensor
     slots: torch.Tensor | slice
     attention: AttentionPlan
     kind: BatchKind = ORDINARY
     rows: RankRows | None = None
-    ffn_phase: Phase | None = None
+    ffn_phase: StepPhase | None = None
     context_parallel: ContextRows | None = None
     residual_stream: ResidualStream | None = None
     attn_tp_context: AttnTpContext | None = None

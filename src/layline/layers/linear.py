@@ -1,7 +1,7 @@
 """Linear layers. A layer may hold its weight plain, packed, or packed beside a plain copy.
 
-Which kernel runs follows the step's phase, never the number of rows, so that a chunk or batch
-boundary does not change numbers.
+Which kernel runs follows the phase of the rows, never their number, so that a chunk or batch
+boundary does not change numbers. Where both phases use one kernel it runs once over all rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from layline.boundary.quantised import QuantisedRows
 from layline.kernels.dense_matmul import dense_matmul, wide_bfloat16_is_slow
-from layline.layers.spans import Phase
+from layline.layers.spans import MixedPhase, Phase, StepPhase
 
 
 class PackedWeight(Protocol):
@@ -60,14 +60,17 @@ class Linear:
             and wide_bfloat16_is_slow()
         )
 
-    def __call__(self, x: torch.Tensor | QuantisedRows, phase: Phase) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | QuantisedRows, phase: StepPhase) -> torch.Tensor:
         """[tokens, in features] to [tokens, out features].
 
         The result has the run's dtype, or FP32 where the kernel computes in it and the caller
-        keeps it: prefill on a CPU without bfloat16 tiles, or ``keeps_accumulator``.
+        keeps it: prefill on a CPU without bfloat16 tiles, or ``keeps_accumulator``. Rows of a mixed
+        step have the wider of both phases' dtypes.
         """
         if isinstance(x, QuantisedRows):
             x = x.dequantised()
+        if isinstance(phase, MixedPhase):
+            return self._mixed(x, phase.num_decode)
         weight = self.weight
         if self.packed is not None and (phase is Phase.DECODE or weight is None):
             out = self.packed.matmul(x)
@@ -78,8 +81,19 @@ class Linear:
         upcast = self._upcast and phase is Phase.PREFILL
         return dense_matmul(x, weight, self.bias, upcast=upcast)
 
-    def output_dtype(self, phase: Phase) -> torch.dtype:
+    def _mixed(self, x: torch.Tensor, num_decode: int) -> torch.Tensor:
+        packed_decode = self.packed is not None and self.weight is not None
+        if not packed_decode and not self._upcast:
+            return self(x, Phase.PREFILL)
+        decoded = self(x[:num_decode], Phase.DECODE)
+        # A concatenation has the wider of the two dtypes.
+        return torch.cat([decoded, self(x[num_decode:], Phase.PREFILL)])
+
+    def output_dtype(self, phase: StepPhase) -> torch.dtype:
         """The dtype this layer returns in ``phase``, where a packed weight accumulates in FP32."""
+        if isinstance(phase, MixedPhase):
+            decoded, prefilled = (self.output_dtype(each) for each in Phase)
+            return torch.promote_types(decoded, prefilled)
         if self.weight is None or (self.packed is not None and phase is Phase.DECODE):
             return torch.float32 if self.keeps_accumulator else torch.bfloat16
         return torch.float32 if self._upcast and phase is Phase.PREFILL else self.weight.dtype

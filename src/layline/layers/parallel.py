@@ -18,7 +18,7 @@ from layline.comm.groups import Group
 from layline.layers.embedding import Embedding
 from layline.layers.forward_batch import ContextRows, ForwardBatch
 from layline.layers.linear import Linear
-from layline.layers.spans import Phase
+from layline.layers.spans import StepPhase
 from layline.topology import GroupName
 from layline.weights.quantized import QuantizedTensor
 
@@ -45,7 +45,7 @@ class RowParallelLinear:
         self._group = group
         self._sum_dtype = sum_dtype
 
-    def __call__(self, x: torch.Tensor | QuantisedRows, phase: Phase) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | QuantisedRows, phase: StepPhase) -> torch.Tensor:
         """[tokens, this rank's in features] to [tokens, out features], whole or partial.
 
         Every rank of the group calls it with as many rows, except where all have none.
@@ -59,7 +59,7 @@ class RowParallelLinear:
         whole: torch.Tensor = self._group.all_reduce(part)
         return whole
 
-    def partial(self, x: torch.Tensor | QuantisedRows, phase: Phase) -> torch.Tensor:
+    def partial(self, x: torch.Tensor | QuantisedRows, phase: StepPhase) -> torch.Tensor:
         """This rank's part of the sum, [tokens, out features]; no communication."""
         part = self.linear(x, phase)
         return part if self._sum_dtype is None else part.to(self._sum_dtype)
@@ -126,7 +126,7 @@ class ParallelHead:
         """Memory of all copies of this rank's weight."""
         return self.linear.num_bytes
 
-    def __call__(self, x_TH: torch.Tensor, phase: Phase) -> torch.Tensor:
+    def __call__(self, x_TH: torch.Tensor, phase: StepPhase) -> torch.Tensor:
         """[tokens, hidden] to [tokens, vocabulary] on every rank of the group.
 
         Every rank of the group calls it with equal rows; with none there is no communication.

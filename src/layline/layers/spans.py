@@ -8,10 +8,28 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """Which part of a request's life the step serves; kernels are chosen by it."""
+    """Which part of a request's life rows serve; kernels are chosen by it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPhase:
+    """The first ``num_decode`` rows decode, and at least one more row prefills."""
+
+    num_decode: int
+
+
+StepPhase = Phase | MixedPhase
+"""The phase of all rows of a step, or of each part of them."""
+
+
+def step_phase(num_decode: int, num_rows: int) -> StepPhase:
+    """The phase of rows of which the first ``num_decode`` decode; without rows it is DECODE."""
+    if num_decode == num_rows:
+        return Phase.DECODE
+    return MixedPhase(num_decode) if num_decode else Phase.PREFILL
 
 
 @dataclass(frozen=True, slots=True)

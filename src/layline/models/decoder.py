@@ -5,7 +5,7 @@ Shape suffixes: T token rows, N heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -32,11 +32,11 @@ from layline.layers.parallel import (
     sliced_rows,
 )
 from layline.layers.rope import RotaryTable
-from layline.layers.spans import Phase
+from layline.layers.spans import Phase, StepPhase
 from layline.models.config import DecoderConfig
-from layline.models.loader import ModelLoader
+from layline.models.loader import ModelLoader, TiedTable
 from layline.models.parallel import Shards
-from layline.models.stack import LayerStages
+from layline.models.stack import LayerRange, LayerStages
 from layline.topology import GroupName
 from layline.weights.checkpoint import Region
 
@@ -253,8 +253,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Embedding, layers, final norm and head of one model: this rank's part, on one device.
+    """One pipeline stage of a model, this rank's part of it, on one device.
 
+    A pipeline of one stage is the whole: embedding, layers, final norm and head. Otherwise the
+    first stage has the embedding, the last the norm and the head, and each its ``layers``.
     Raises UsageError when the model cannot be divided over the mesh.
     """
 
@@ -265,45 +267,59 @@ class Decoder:
         loader: ModelLoader,
         backend: AttentionBackend,
         mesh: Mesh,
+        part: LayerRange | None = None,
     ) -> None:
         self.config = config
         self.shards = shards = Shards(config, mesh.topology)
+        self.part = part or LayerRange.whole(config.num_layers)
         vocabulary = Region((config.vocab_size, config.hidden_size), rows=shards.vocabulary)
         group = compute_group(mesh, GroupName.ATTN_TP)
-        embedding = loader.embedding("model.embed_tokens", vocabulary, shards.vocab_rows)
-        self.embed_tokens: Embedding | VocabParallelEmbedding = embedding
-        if group is not None:
+        embedding = None
+        if self.part.is_first:
+            embedding = loader.embedding("model.embed_tokens", vocabulary, shards.vocab_rows)
+        self.embed_tokens: Embedding | VocabParallelEmbedding | None = embedding
+        if group is not None and embedding is not None:
             self.embed_tokens = VocabParallelEmbedding(embedding, shards.vocabulary, group)
-        self.norm = loader.norm("model.norm", config.hidden_size, config.norm_eps)
+        self.norm: RMSNorm | None = None
+        if self.part.is_last:
+            self.norm = loader.norm("model.norm", config.hidden_size, config.norm_eps)
 
-        def head() -> Linear:
-            tied = config.tied_head
-            return loader.head("lm_head", embedding, vocabulary, shards.vocab_rows, tied)
+        def head() -> Linear | None:
+            if not self.part.is_last:
+                return None
+            tied = TiedTable("model.embed_tokens", embedding, config.tied_head)
+            return loader.head("lm_head", tied, vocabulary, shards.vocab_rows)
 
         def layer(layer_id: int) -> DecoderLayer:
             return DecoderLayer(shards, layer_id, stack[layer_id], loader, backend, mesh)
 
         # The head is the longest job, so it starts first.
-        ids = range(config.num_layers)
-        linear, self.layers = loader.head_and_layers(head, [partial(layer, i) for i in ids])
-        self.lm_head: Linear | ParallelHead = linear
-        if group is not None:
+        linear, self.layers = loader.head_and_layers(head, [partial(layer, i) for i in self.part])
+        self.lm_head: Linear | ParallelHead | None = linear
+        if group is not None and linear is not None:
             self.lm_head = ParallelHead(linear, config.vocab_size, group)
         self._rotary: RotaryTable = loader.rotary(config.rope, config.head_dim)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the matrices: the table, and every copy each linear layer holds."""
-        table = self.embed_tokens.table
-        total = self.lm_head.num_bytes + (0 if self.lm_head.weight is table else table.nbytes)
+        table = None if self.embed_tokens is None else self.embed_tokens.table
+        total = 0 if table is None else table.nbytes
+        if self.lm_head is not None and (table is None or self.lm_head.weight is not table):
+            total += self.lm_head.num_bytes
         for layer in self.layers:
             attention, mlp = layer.self_attn, layer.mlp
             total += attention.qkv_proj.num_bytes + attention.o_proj.num_bytes
             total += mlp.gate_up_proj.num_bytes + mlp.down_proj.num_bytes
         return total
 
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The attention windows of this stage's layers; None stands for full attention."""
+        return frozenset(self.config.windows[layer_id] for layer_id in self.part)
+
     def bind_cache(self, layer_caches: Sequence[torch.Tensor]) -> None:
-        """Give each layer its cache, [slots, 2, this rank's kv heads, head dim]."""
+        """Give each layer of this stage its cache, [slots, 2, this rank's kv heads, head dim]."""
         for layer, cache in zip(self.layers, layer_caches, strict=True):
             layer.self_attn.cache = cache
 
@@ -313,7 +329,7 @@ class Decoder:
         return self._rotary.is_dynamic
 
     def rotations(
-        self, phase: Phase, positions: torch.Tensor, lengths: torch.Tensor | None
+        self, phase: StepPhase, positions: torch.Tensor, lengths: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [tokens, 1, head_dim] for ``positions`` [tokens], in heads' dtype."""
         dtype = self.layers[0].self_attn.qkv_proj.output_dtype(phase)
@@ -321,16 +337,40 @@ class Decoder:
         return cos.to(dtype), sin.to(dtype)
 
     def forward(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
-        """Normalised hidden states [tokens, hidden] for ``input_ids`` [tokens] (int64)."""
-        hidden_states = self._enter(input_ids, forward_batch)
+        """Normalised hidden states [tokens, hidden] for ``input_ids`` [tokens] (int64).
+
+        Only a pipeline of one stage has both ends; see :meth:`run_stage` for the others.
+        """
+        crossed = self.run_stage(input_ids, forward_batch)
+        assert isinstance(crossed, torch.Tensor), "the last stage's output is a tensor"
+        return crossed
+
+    def run_stage(
+        self, entering: torch.Tensor | Mapping[str, torch.Tensor], forward_batch: ForwardBatch
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """This stage's part of a step.
+
+        The first stage is given token ids [tokens] (int64), any other what the stage before it
+        returned. The last returns normalised hidden states [tokens, hidden], any other the tensors
+        that cross the cut: ``hidden_states`` and, while an update is pending, ``residual``.
+        """
+        if isinstance(entering, torch.Tensor):
+            hidden_states = self._enter(entering, forward_batch)
+        else:
+            residual_batch.start(forward_batch)
+            hidden_states = self.layers[0].attn_boundary.from_pp(entering, forward_batch)
         for layer in self.layers:
             hidden_states = layer(hidden_states, forward_batch)
+        if self.norm is None:
+            crossing: dict[str, torch.Tensor] = residual_batch.to_pp(hidden_states, forward_batch)
+            return crossing
         normed: torch.Tensor = residual_batch.norm(
             hidden_states, forward_batch, self.norm, skip_empty=True
         )
         return normed
 
     def _enter(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        assert self.embed_tokens is not None, "token ids enter the first stage"
         scattered = forward_batch.variant is BatchVariant.INPUT_SCATTERED
         if scattered and isinstance(self.embed_tokens, VocabParallelEmbedding):
             # The first boundary sums onto slices, so the embedding leaves its sum.
@@ -341,6 +381,7 @@ class Decoder:
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Scores [rows, vocabulary], FP32 or the run's dtype; always by the decode kernel."""
+        assert self.lm_head is not None, "the head is with the last stage"
         if hidden_states.shape[0] == 0:
             return hidden_states.new_empty(0, self.config.vocab_size)
         return self.lm_head(hidden_states, Phase.DECODE)

@@ -6,6 +6,7 @@ once the model is built, every tensor of the file must have been asked for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,11 +33,14 @@ from layline.layers.norm import RMSNorm
 from layline.layers.parallel import RowParallelLinear
 from layline.layers.rope import RotaryTable
 from layline.layers.rope_config import RopeConfig
+from layline.models.stack import LayerRange
 from layline.weights.checkpoint import Checkpoint, Region
 from layline.weights.quantized import FOUR_BIT, QuantizedTensor, on_blocks, supported_encodings
 
 ROPE_FACTORS = "rope_freqs.weight"
 Layer = TypeVar("Layer")
+Head = TypeVar("Head", bound=Linear | None)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 PACK_ROWS = 4096  # Rows expanded at a time while packing, so that temporaries stay small.
 
 
@@ -53,6 +57,19 @@ class LoadTarget:
     def residual_dtype(self) -> torch.dtype:
         """FP32 on the CPU, where it saves two conversions at each norm; else the run's dtype."""
         return torch.float32 if self.device.type == "cpu" else self.dtype
+
+
+@dataclass(frozen=True)
+class TiedTable:
+    """The token table that a head may share.
+
+    ``embedding`` is None where another pipeline stage has it; ``is_tied`` is None when the
+    configuration does not say; then the file decides.
+    """
+
+    name: str
+    embedding: Embedding | None
+    is_tied: bool | None
 
 
 class ModelLoader:
@@ -131,21 +148,20 @@ class ModelLoader:
         """The token table's region, padded to ``num_rows``; a quantised one stays as it is."""
         return Embedding(self._table(f"{name}.weight", region, num_rows), self.residual_dtype)
 
-    def head(
-        self, name: str, embedding: Embedding, region: Region, num_rows: int, tied: bool | None
-    ) -> Linear:
-        """The output projection: the embedding's table when tied, or when the file has no head.
-
-        ``tied`` is None when the configuration does not say; then the file decides.
-        """
+    def head(self, name: str, tied: TiedTable, region: Region, num_rows: int) -> Linear:
+        """The output projection: the embedding's table when tied, or when the file has no head."""
         full_name = f"{name}.weight"
-        if tied is None:
-            tied = full_name not in self._infos and not self._makes_weights
-        if tied:
+        is_tied = tied.is_tied
+        if is_tied is None:
+            is_tied = full_name not in self._infos and not self._makes_weights
+        if is_tied:
             if full_name in self._infos:
                 self._check(full_name, region.shape)
                 self._used.add(full_name)
-            return self._head_on(embedding.table)
+            if tied.embedding is not None:
+                return self._head_on(tied.embedding.table)
+            # The embedding is on another pipeline stage: this one has its own copy of the table.
+            full_name = f"{tied.name}.weight"
         head = self._head_on(self._table(full_name, region, num_rows))
         if head.packed is not None:
             self._checkpoint.release(full_name)
@@ -166,8 +182,8 @@ class ModelLoader:
         )
 
     def head_and_layers(
-        self, head: Callable[[], Linear], layers: Sequence[Callable[[], Layer]]
-    ) -> tuple[Linear, list[Layer]]:
+        self, head: Callable[[], Head], layers: Sequence[Callable[[], Layer]]
+    ) -> tuple[Head, list[Layer]]:
         """Build the head and every layer, on as many threads as torch would use.
 
         Each thread keeps to one core: one layer's conversions are too small to be worth dividing.
@@ -188,10 +204,17 @@ class ModelLoader:
             # New threads take over the count that was set last, in whichever thread.
             torch.set_num_threads(threads)
 
-    def finish(self) -> None:
-        """Raise TensorError if the file holds tensors that no layer asked for."""
+    def finish(self, part: LayerRange | None = None) -> None:
+        """Raise TensorError if the file holds tensors that no layer asked for.
+
+        Those that belong to other stages of a pipeline than ``part`` are theirs to ask for.
+        """
         extra = sorted(
-            name for name in self._infos if name not in self._used and not _is_derived(name)
+            name
+            for name in self._infos
+            if name not in self._used
+            and not _is_derived(name)
+            and not (part is not None and _is_elsewhere(name, part))
         )
         if extra:
             info = self._infos[extra[0]]
@@ -309,3 +332,14 @@ def pack(matrices: Sequence[QuantizedTensor], arena: WeightArena) -> PackedWeigh
 def _is_derived(name: str) -> bool:
     """Buffers that older checkpoints saved although they follow from the configuration."""
     return name.endswith("rotary_emb.inv_freq")
+
+
+def _is_elsewhere(name: str, part: LayerRange) -> bool:
+    """True for a tensor that another pipeline stage holds."""
+    layer = _LAYER.match(name)
+    if layer is not None:
+        number = int(layer[1])
+        return number < part.total and number not in range(part.start, part.stop)
+    if name.startswith("model.embed_tokens."):
+        return not part.is_first
+    return name.startswith(("model.norm.", "lm_head.")) and not part.is_last

@@ -24,7 +24,10 @@ from support.one_rank import entered, forward_batch, layer, rows
 
 def part(phase: Phase, tokens: int) -> RankStep:
     span = SequenceSpan(0, tokens, [1], rope_length=tokens)
-    return RankStep(phase, (span,), tuple(range(tokens)), (True,))
+    if phase is Phase.PREFILL:
+        return RankStep(0, (span,), tuple(range(tokens)), (True,))
+    ones = tuple([SequenceSpan(0, 1, [1 + i], rope_length=1) for i in range(tokens)])
+    return RankStep(tokens, ones, tuple(range(tokens)), (True,) * tokens)
 
 
 PREFILL, DECODE = part(Phase.PREFILL, 8), part(Phase.DECODE, 1)

@@ -20,7 +20,7 @@ from layline.engine.prefix import PrefixCache
 from layline.engine.request import Request
 from layline.engine.scheduler import Scheduler
 from layline.engine.step import IDLE
-from layline.layers.spans import Phase
+from layline.layers.spans import MixedPhase, Phase
 from support.fake_requests import fake_request
 
 BLOCK = 4
@@ -178,8 +178,39 @@ def test_a_request_goes_where_its_beginning_is_cached_unless_that_rank_is_busy()
     assert other.attn_dp == 0, "another salt finds nothing"
 
 
-def test_prompts_and_decodes_take_turns() -> None:
-    it = mesh(1, budget=8)
+def test_prompts_and_decodes_share_steps() -> None:
+    it = mesh(2, budget=8, tp=4, input_scattered=True)
+    talking, reading, elsewhere = fake_request(3, 50), fake_request(40, 1), fake_request(80, 1)
+    it.parts[0].add(talking)
+    advance(it)
+    it.parts[0].add(reading)
+    it.parts[1].add(elsewhere)
+    for number in range(5):
+        step = advance(it).step
+        assert [part.phase for part in step.parts] == [MixedPhase(1), Phase.PREFILL]
+        # Rows of several ranks have one phase.
+        assert (step.ffn_phase, step.prefills) == (Phase.PREFILL, False)
+        assert step.rows.counts == ((8,), (8,))
+        assert step.rows.variant is BatchVariant.INPUT_SCATTERED
+        assert len(talking.output_ids) == number + 2, "a decode was left out"
+
+
+def test_the_rows_of_one_rank_keep_their_phases_everywhere() -> None:
+    it = mesh(1, budget=8, tp=4)
+    for request in requests((3, 9), (40, 2)):
+        it.add(request)
+    advance(it)
+    step = advance(it).step
+    assert step.ffn_phase == step.parts[0].phase == MixedPhase(1)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"sequence_parallel": True}, {"attn_cp": 2}, {"quantised_all_reduce": True}],
+    ids=str,
+)
+def test_where_phases_cannot_share_a_step_they_take_turns(rules: dict[str, Any]) -> None:
+    it = mesh(1, budget=8, tp=2, **rules)
     talking = fake_request(3, 50)
     it.add(talking)
     advance(it)
@@ -215,7 +246,9 @@ def test_prompts_beside_decodes_come_in_smaller_chunks() -> None:
     assert advance(it).step.rows.counts == ((952,), (3,))
     it.add(fake_request(3000, 1))
     # Whoever decodes waits for the whole mesh.
-    assert max(advance(it).step.rows.counts) == (PREFILL_BESIDE_DECODES,)
+    it.parts[0].add(fake_request(3000, 1))
+    most = PREFILL_BESIDE_DECODES
+    assert advance(it).step.rows.counts == ((most + 1,), (most + 1,))
 
 
 def test_statistics_add_up_over_ranks() -> None:

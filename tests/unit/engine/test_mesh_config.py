@@ -13,7 +13,7 @@ from layline.engine.elastic import Control, World
 from layline.engine.executor import RowSpec, SamplingRows
 from layline.engine.step import RankStep
 from layline.errors import UsageError
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import SequenceSpan
 from layline.sampling import SamplingParams
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -73,7 +73,7 @@ def test_a_world_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(rows: SamplingRows, fed: int, index: int) -> tuple[int, float]:
-    part = RankStep(Phase.DECODE, (SequenceSpan(4, 1, [1], 5),), (fed,), (True,))
+    part = RankStep(1, (SequenceSpan(4, 1, [1], 5),), (fed,), (True,))
     (state,) = rows.at(part, [SampleRow(0, index)])
     return state.num_produced, state.uniform()
 

@@ -16,10 +16,11 @@ from layline import LLM, SamplingParams
 from layline.config import EngineConfig
 from layline.engine.kv import slot_bytes
 from layline.engine.scheduler import BLOCK_SIZE
+from layline.layers.spans import MixedPhase
 from layline.models.registry import family_of
 from layline.weights.opening import open_checkpoint
 from support.families import reference
-from support.sampled import generate_watched
+from support.sampled import SampledLogits, generate_watched
 from support.tiny import save_tiny
 
 TOKENS = 20
@@ -96,6 +97,30 @@ def test_alone_and_in_a_batch(case: Case) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33])
 def test_across_chunk_sizes(case: Case, chunk: int) -> None:
     case.check(case.llm(prefill_tokens=chunk), list(range(len(PROMPTS))))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+def test_prefilled_beside_decodes(case: Case, chunk: int) -> None:
+    """Prompts arrive one after the other, so each is computed in steps that decode the others."""
+    llm = case.llm(prefill_tokens=chunk, prefix_cache=False)
+    watch = SampledLogits(llm)
+    requests: list[Any] = []
+    for number in range(len(PROMPTS)):
+        requests.append(llm._engine.submit(PROMPTS[number], GREEDY))
+        while not requests[-1].output_ids:
+            before = [len(request.output_ids) for request in requests[:-1]]
+            open_ = [request.finish_reason is None for request in requests[:-1]]
+            llm._engine.step()
+            grown = [len(request.output_ids) for request in requests[:-1]]
+            assert [b + live for b, live in zip(before, open_, strict=True)] == grown
+    llm._engine.run(requests)
+    mixed = [step.parts[0].phase for step in watch.steps if step.parts[0].num_decode]
+    assert sum(isinstance(phase, MixedPhase) for phase in mixed) >= len(PROMPTS) - 1
+    for number, request in enumerate(requests):
+        theirs, their_ids = case.wanted[number]
+        theirs, rows = theirs[-TOKENS:], watch.of(request.request_id)
+        assert float((rows - theirs).abs().max() / theirs.abs().max()) < 1e-4
+        assert request.output_ids == their_ids
 
 
 def test_after_a_prefix_hit(case: Case) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from layline.engine.request import Request
 from layline.engine.scheduler import REPLAYED_ROWS, Scheduler, StepPlan
 from layline.engine.waiting import MAX_OVERTAKEN
 from layline.errors import PromptError
-from layline.layers.spans import Phase
+from layline.layers.spans import MixedPhase, Phase
 from support.fake_requests import fake_request
 
 BLOCK = 4
@@ -38,9 +37,9 @@ def added(it: Scheduler, *requests: Request) -> tuple[Request, ...]:
     return requests
 
 
-def advance(it: Scheduler, *arguments: Any) -> StepPlan:
+def advance(it: Scheduler, phase: Phase | None = None, limit: int | None = None) -> StepPlan:
     """One step, its tokens, and the end of requests that have all of theirs."""
-    plan = it.next_step(*arguments)
+    plan = it.next_step(limit) if phase is None else it.next_phase(phase, limit)
     assert plan is not None
     it.complete(plan)
     for entry in plan.entries:
@@ -59,11 +58,12 @@ def who(plan: StepPlan) -> list[Request]:
     return [entry.request for entry in plan.entries]
 
 
-def finish(it: Scheduler, limit: int = 1000) -> list[StepPlan]:
-    """Alternate phases, as the mesh does, until nothing is left."""
+def finish(it: Scheduler, limit: int = 1000, *, mixes: bool = True) -> list[StepPlan]:
+    """Steps, or phases in turn as on some meshes, until nothing is left."""
     plans: list[StepPlan] = []
     while it.num_unfinished:
-        plans.append(advance(it, (Phase.PREFILL, Phase.DECODE)[len(plans) % 2]))
+        phase = None if mixes else (Phase.PREFILL, Phase.DECODE)[len(plans) % 2]
+        plans.append(advance(it, phase))
         assert len(plans) < limit, "requests do not finish"
     assert it.stats.blocks_held == 0
     return plans
@@ -94,6 +94,50 @@ def test_a_long_prompt_leaves_half_to_those_behind_it_and_only_to_them() -> None
     assert who(plan) == [long, other, last]
     assert [count for _, count, _ in spans(plan)] == [10, 4, 2], "what is left goes to the first"
     assert short.num_computed == 3
+
+
+def test_a_prompt_is_computed_beside_decodes_and_holds_up_none() -> None:
+    it = scheduler(budget=8)
+    first, second = added(it, request(3, 40), request(4, 40))
+    advance(it)
+    (long,) = added(it, request(50, 2))
+    for number in range(1, 10):
+        plan = advance(it)
+        assert who(plan) == [first, second, long]
+        assert plan.num_decode == 2
+        assert plan.phase == (MixedPhase(2) if number < 10 else Phase.DECODE)
+        # One budget: what the decodes leave of eight tokens, and in the end what is left of fifty.
+        chunk = min(6, 50 - 6 * (number - 1))
+        assert spans(plan)[2] == (6 * (number - 1), chunk, number == 9)
+        assert plan.token_ids[:2] == (7, 7)
+        assert len(first.output_ids) == len(second.output_ids) == number + 1, "a gap"
+    assert (who(advance(it)), len(long.output_ids)) == ([first, second, long], 2)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_a_prompt_goes_on_however_many_decode(budget: int) -> None:
+    it = scheduler(budget=budget)
+    talking = added(it, *[request(1, 60) for _ in range(5)])
+    while not all(each.output_ids for each in talking):
+        advance(it)
+    (late,) = added(it, request(9, 1))
+    counts = [len(each.output_ids) for each in talking]
+    for number in range(9):
+        plan = advance(it)
+        assert plan.num_decode == 5
+        assert spans(plan)[5] == (number, 1, number == 8)
+    assert late.output_ids
+    assert [len(each.output_ids) - 9 for each in talking] == counts
+
+
+def test_one_preempted_by_a_decode_does_not_come_back_in_that_step() -> None:
+    it = scheduler(blocks=6)
+    old, new = added(it, request(8, 9), request(7, 9))
+    while not new.num_preempted:
+        plan = advance(it)
+    assert who(plan) == [old]
+    assert new.blocks == []
+    finish(it)
 
 
 def test_prefill_and_decode_are_preferred_as_asked() -> None:
@@ -143,7 +187,8 @@ def test_generated_tokens_are_replayed_by_decode_one_row_each() -> None:
     it._preempt(it._running[second.request_id])
     second.num_computed = 0
     plan = advance(it)
-    assert (plan.phase, who(plan), spans(plan)) == (Phase.PREFILL, [second], [(0, 5, False)])
+    assert (plan.phase, who(plan)) == (MixedPhase(1), [first, second])
+    assert spans(plan)[1] == (0, 5, False)
     plan = advance(it)
     mine = [entry for entry in plan.entries if entry.request is second]
     assert [entry.span.start for entry in mine] == list(range(5, 5 + REPLAYED_ROWS))
@@ -266,17 +311,18 @@ def test_low_priority_is_not_starved() -> None:
     assert others == MAX_OVERTAKEN
 
 
+@pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize(
     ("blocks", "running", "budget"), [(1, 8, 16), (100, 1, 16), (100, 8, 1), (2, 1, 1), (3, 8, 3)]
 )
-def test_narrow_places(blocks: int, running: int, budget: int, prefix: bool) -> None:
+def test_narrow_places(blocks: int, running: int, budget: int, prefix: bool, mixes: bool) -> None:
     it = scheduler(blocks, running, budget, prefix=prefix)
     room = min(blocks, 6) * BLOCK + 1
     # Equal prompts too, some at the edge of a block.
     sizes = [n for n in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK) if n < room] * 3
     added(it, *[request(list(range(size)), room - size) for size in sizes])
-    finish(it, limit=3000)
+    finish(it, limit=3000, mixes=mixes)
 
 
 def test_a_step_that_was_not_run_comes_again() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from layline.config import EngineConfig
 from layline.kernels.native.library import native_kernels
+from layline.layers.spans import MixedPhase
 from support.model import smollm2_path
 from support.run import run_greedy
 
@@ -48,21 +49,33 @@ def test_float32_logits_and_greedy_ids(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kernels"), [("auto", "auto"), ("auto", "torch"), ("bfloat16", "torch")]
+    ("dtype", "kernels", "chunk"),
+    [
+        ("auto", "auto", 2048),
+        ("auto", "auto", 16),
+        ("auto", "torch", 2048),
+        ("auto", "torch", 16),
+        ("bfloat16", "torch", 2048),
+    ],
 )
 def test_reduced_precision_by_teacher_forcing(
-    dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, kernels: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fed the recorded ids, every step agrees unless the recorded gap is within the error."""
+    """Fed the recorded ids, every step agrees unless the recorded gap is within the error.
+
+    In small chunks prompts are computed beside decodes.
+    """
     monkeypatch.setenv("LAYLINE_CPU_KERNELS", kernels)
     if kernels == "auto" and native_kernels().library is None:
         pytest.skip(native_kernels().reason)
     bound = NATIVE_LOGIT_ERROR if kernels == "auto" else REDUCED_LOGIT_ERROR
-    config = EngineConfig(model=smollm2_path(), dtype=dtype, threads=1)
+    config = EngineConfig(model=smollm2_path(), dtype=dtype, threads=1, prefill_tokens=chunk)
     prompts = [case["prompt_ids"] for case in CASES]
     forced = [case["greedy_ids"] + [2] * 64 for case in CASES]
     steps = max(len(case["greedy_ids"]) for case in CASES)
-    logits, _, _ = run_greedy(config, prompts, steps, forced)
+    logits, _, recorder = run_greedy(config, prompts, steps, forced)
+    mixed = sum(isinstance(plan.phase, MixedPhase) for plan in recorder.plans)
+    assert (mixed > 0) == (chunk == 16)
     checked = agreed = 0
     for case, rows in zip(CASES, logits, strict=True):
         first = len(case["prompt_ids"]) - 1

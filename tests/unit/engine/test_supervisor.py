@@ -28,7 +28,7 @@ from layline.engine.remote import RemoteExecutor
 from layline.engine.step import IDLE, MeshStep, RankStep, ordinary_step
 from layline.engine.supervisor import Supervisor
 from layline.errors import CheckpointError, CollectiveError, RunError, TensorError
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import SequenceSpan
 from layline.topology import Topology
 
 SCRIPT = Path(__file__).parents[2] / "support" / "fake_rank.py"
@@ -82,7 +82,7 @@ def run() -> Iterator[Callable[..., Run]]:
 
 
 def a_step() -> tuple[MeshStep, list[list[SampleRow]]]:
-    part = RankStep(Phase.DECODE, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
+    part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
     return ordinary_step((part,), 1, DpPadding.MAX_LEN), [[SampleRow(0, 1)]]
 
 
@@ -359,7 +359,7 @@ def test_titles_name_the_place() -> None:
 
 def test_the_idle_part_travels(run: Callable[..., Run]) -> None:
     it = run("good").start()
-    part = RankStep(Phase.DECODE, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
+    part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
     step = ordinary_step((IDLE, part), 1)
     assert it.executor.execute(step, [[], [SampleRow(0, 0)]]) == [[(1, None)]]
 

@@ -22,7 +22,7 @@ from layline.engine.step import IDLE, MeshStep, RankStep
 from layline.engine.step_codec import KEPT_STEPS, StepDecoder, StepEncoder
 from layline.engine.wire import FrameReader, WireError, frame, from_rank_reader, to_rank_reader
 from layline.engine.worker import packed_logprobs, spec_of
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import SequenceSpan
 from layline.sampling import SamplingParams, TokenLogprobs
 
 NATURAL = st.integers(0, 1 << 40)
@@ -118,7 +118,7 @@ def a_step(tables: list[list[int]], start: int = 0) -> MeshStep:
         for count, table in enumerate(tables)
     )
     ids = tuple(range(sum(span.count for span in spans)))
-    part = RankStep(Phase.PREFILL, spans, ids, tuple(i % 2 == 0 for i in range(len(spans))))
+    part = RankStep(1, spans, ids, tuple(i % 2 == 0 for i in range(len(spans))))
     rows = StepRows(BatchVariant.ORDINARY, ((len(ids),), (0,)), DpPadding.SUM_LEN)
     return MeshStep((part, IDLE), rows)
 

@@ -23,7 +23,7 @@ from layline.engine.facts import ModelFacts
 from layline.engine.request import Request
 from layline.engine.speculation.proposer import DraftRoom
 from layline.engine.step import IDLE, MeshStep, RankStep
-from layline.layers.spans import Phase, SequenceSpan
+from layline.layers.spans import SequenceSpan
 
 CATCH_UP_TOKENS = 512
 """Most known tokens that the draft model computes on an attention DP rank before it proposes."""
@@ -169,7 +169,7 @@ class DraftProposer:
             length = row.request.num_tokens
             spans.append(SequenceSpan(row.start, count, row.request.blocks, length))
             token_ids.extend(row.token_ids)
-        return RankStep(Phase.PREFILL, tuple(spans), tuple(token_ids), (False,) * len(spans))
+        return RankStep(0, tuple(spans), tuple(token_ids), (False,) * len(spans))
 
     @staticmethod
     def _decodes(rows: Sequence[_Row]) -> RankStep:
@@ -183,4 +183,4 @@ class DraftProposer:
                 token_ids.append(token_id)
                 samples.append(False)
             samples[-1] = True
-        return RankStep(Phase.DECODE, tuple(spans), tuple(token_ids), tuple(samples))
+        return RankStep(len(spans), tuple(spans), tuple(token_ids), tuple(samples))

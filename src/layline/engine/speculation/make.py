@@ -58,6 +58,20 @@ def with_draft(engine: EngineConfig, model: ServedModel) -> ServedModel:
     return replace(model, draft=draft)
 
 
+def draft_facts(engine: EngineConfig, target: ModelFacts) -> ModelFacts | None:
+    """The facts of the draft model that ``engine`` names, None where it names none.
+
+    Raises UsageError or CheckpointError for one that the mesh does not divide.
+    """
+    if engine.speculative != "draft":
+        return None
+    checkpoint = open_draft(engine)
+    try:
+        return resolve_draft(engine, checkpoint, target)
+    finally:
+        checkpoint.close()
+
+
 def open_draft(engine: EngineConfig) -> Checkpoint:
     """The draft model's checkpoint. Raises CheckpointError."""
     assert engine.speculative_model is not None, "the configuration was checked"
