@@ -54,11 +54,11 @@ class DraftLedger:
         return rooms
 
     def _take(self, request: Request, count: int, spare: int) -> int:
-        if count > self.free_slots(request):
-            length = request.num_tokens + count
-            missing = -(-length // self._block_size) - len(request.blocks)
-            if self._pool.num_available - missing >= spare:
-                request.blocks.extend(self._pool.take(missing) or ())
+        length = request.num_tokens + count
+        missing = -(-length // self._block_size) - len(request.blocks)
+        more = min(missing, self._pool.num_available - spare)
+        if more > 0:
+            request.blocks.extend(self._pool.take(more) or ())
         return min(count, self.free_slots(request))
 
     def take_back(self, requests: Iterable[Request]) -> bool:

@@ -405,7 +405,6 @@ class Scheduler:
 
     def _preempt(self, ticket: Ticket) -> None:
         request = ticket.request
-        request.drafts = ()
         del self._running[request.request_id]
         self._release(request)
         request.num_computed = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,7 +16,11 @@ from layline.engine.blocks import BlockPool
 from layline.engine.prefix import PrefixCache
 from layline.engine.request import Request
 from layline.engine.scheduler import Scheduler
+from layline.engine.speculation.draft import DraftProposer
+from layline.engine.speculation.speculation import Speculation
+from layline.engine.speculation.verify import is_verified
 from layline.errors import PromptError
+from support.fake_drafts import CheckedDraftModel, Guesses, known_tokens
 from support.fake_requests import fake_request
 
 BLOCK = 4
@@ -39,9 +45,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         ranks=st.integers(1, 2),
         shares=st.booleans(),
         mixes=st.booleans(),
+        proposes=st.sampled_from(["nobody", "guesses", "draft model"]),
     )
     def start(
-        self, blocks: int, running: int, budget: int, ranks: int, shares: bool, mixes: bool
+        self,
+        blocks: int,
+        running: int,
+        budget: int,
+        ranks: int,
+        shares: bool,
+        mixes: bool,
+        proposes: str,
     ) -> None:
         self.pools = [
             BlockPool(blocks + 1, PrefixCache() if shares else None) for _ in range(ranks)
@@ -53,8 +67,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.mesh = MeshScheduler(parts, StepRules(quantised_all_reduce=not mixes))
         self.running, self.budget, self.mixes = running, budget, mixes
         self.live: dict[int, Request] = {}
+        self.speculation = self.speculate(proposes, ranks)
         # By DP rank and slot: the tokens and the salt on which its keys and values depend.
         self.cache: list[dict[int, tuple[str, tuple[int, ...]]]] = [{} for _ in range(ranks)]
+
+    def speculate(self, proposes: str, ranks: int) -> Speculation | None:
+        """Whoever proposes is right twice and wrong once, as long as it is asked."""
+        if proposes == "nobody":
+            return None
+        if proposes == "guesses":
+            return Speculation(Guesses(next_token), self.mesh, 5)
+        model = CheckedDraftModel(ranks, BLOCK, next_token)
+        model.live = self.live
+        facts: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=3), max_model_len=40)
+        return Speculation(DraftProposer(facts, self.mesh, model, StepRules()), self.mesh, 5)
 
     @rule(
         target=requests,
@@ -88,23 +114,40 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def failed_step(self) -> None:
         """A step that is planned and not completed can be followed by anything."""
+        if self.speculation is not None:
+            self.speculation.propose()
         self.mesh.next_step()
 
     def step(self) -> None:
         ready = [(r, r.num_preempted) for r in self.live.values() if r.blocks and r.is_prefilled]
+        if self.speculation is not None:
+            lost = self.mesh.stats.preemptions
+            self.speculation.propose()
+            assert self.mesh.stats.preemptions == lost, "somebody is preempted for drafts"
         plan = self.mesh.next_step()
         assert (plan is None) == (not self.live), "work that no step takes up"
         if plan is None:
             return
         self.check(plan, ready)
         self.mesh.complete(plan)
-        for rank in plan.sampling:
-            for request in rank:
-                known = (*request.prompt_ids, *request.output_ids)
-                request.output_ids.append(next_token(known))
-                if len(request.output_ids) == request.most_tokens:
-                    self.mesh.remove(request)
-                    del self.live[request.request_id]
+        drafted: Counter[Request] = Counter()
+        accepted: Counter[Request] = Counter()
+        for entry in [entry for part in plan.sampled for entry in part]:
+            request = entry.request
+            drafted[request] += entry.ahead > 0
+            if request.request_id not in self.live or not is_verified(entry):
+                continue
+            accepted[request] += entry.ahead > 0
+            known = known_tokens(request)
+            request.output_ids.append(next_token(known))
+            assert len(request.output_ids) <= request.most_tokens
+            if len(request.output_ids) == request.most_tokens:
+                del self.live[request.request_id]
+        for request, count in drafted.items():
+            if count and self.speculation is not None:
+                self.speculation.settle(request, count, accepted[request])
+            if request.request_id not in self.live:
+                self.mesh.remove(request)
 
     def check(self, plan: MeshPlan, ready: list[tuple[Request, int]]) -> None:
         for rank, (part, cache) in enumerate(zip(plan.parts, self.cache, strict=True)):
@@ -128,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for number, entry in enumerate(part.entries):
                 request, span = entry.request, entry.span
                 assert request.request_id in self.live
-                known = (*request.prompt_ids, *request.output_ids)
+                known = (*known_tokens(request), *request.drafts[: entry.ahead])
                 stop = row + span.count
                 assert part.token_ids[row:stop] == known[span.start : span.length]
                 row = stop
