@@ -198,15 +198,16 @@ class Engine:
             raise failed
 
     def _settle(self, entries: Iterable[StepEntry], speculation: Speculation) -> None:
-        """Tell what has become of the drafts that the step verified."""
-        drafted: dict[Request, tuple[int, int]] = {}
+        """Tell what has become of the drafts that the step verified; none outlives its step."""
+        verified: dict[Request, tuple[int, int]] = {}
         for entry in entries:
-            if entry.ahead:
-                known = entry.span.length - entry.ahead
-                drafted[entry.request] = (entry.ahead, entry.request.num_tokens - known - 1)
-        for request, (count, accepted) in drafted.items():
-            if request.finish_reason is not FinishReason.ABORT:
+            request, known = entry.request, entry.span.length - entry.ahead
+            verified[request] = (entry.ahead, request.num_tokens - known - 1)
+        for request, (count, accepted) in verified.items():
+            if count and request.finish_reason is not FinishReason.ABORT:
                 speculation.settle(request, count, accepted)
+            # Perhaps none of them found room in the step, and a token has come nevertheless.
+            request.drafts = ()
 
     def _check_open(self) -> None:
         if self._is_closed:

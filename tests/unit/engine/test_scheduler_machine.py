@@ -146,6 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request, count in drafted.items():
             if count and self.speculation is not None:
                 self.speculation.settle(request, count, accepted[request])
+            request.drafts = ()
             if request.request_id not in self.live:
                 self.mesh.remove(request)
 

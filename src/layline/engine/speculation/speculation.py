@@ -31,7 +31,6 @@ class Speculation:
         self._scheduler.settle(request, drafted, accepted)
         self._proposer.settle(request, accepted)
         self._pace(request).observe(drafted, accepted, len(request.output_ids))
-        request.drafts = ()
 
     def forget(self, request: Request) -> None:
         """The request has ended; one that is not known is no error."""
