@@ -16,8 +16,7 @@ DEFAULT_MODEL = "smollm2-135m"
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DP_PADDINGS = ("max-len", "sum-len")
-KV_DTYPES = ("auto", "float32", "bfloat16")
-PLANNED_KV_DTYPES = ("fp8", "int8")
+KV_DTYPES = ("auto", "float32", "bfloat16", "fp8", "int8")
 SPECULATIVE = ("off", "ngram", "draft")
 MAX_SPECULATIVE_TOKENS = 64
 CP_LAYOUTS = ("contiguous", "zigzag")
@@ -36,9 +35,10 @@ class EngineConfig:
 
     ``kv_memory`` is in bytes; None lets the engine size the cache for ``max_running`` requests of
     ``max_model_len`` tokens within a cap. ``max_model_len`` None means the model's own context.
-    ``kv_dtype`` is the type of cached keys and values, ``auto`` that of the run; ``prefix_cache``
-    lets requests share the cached beginnings of their prompts. ``prefill_tokens`` bounds the
-    tokens of one step: decodes come first, and prompts get what is left, at least one token.
+    ``kv_dtype`` is the type of cached keys and values, ``auto`` that of the run; ``fp8`` (e4m3) and
+    ``int8`` have a scale for each token and head. ``prefix_cache`` lets requests share the cached
+    beginnings of their prompts. ``prefill_tokens`` bounds the tokens of one step: decodes come
+    first, and prompts get what is left, at least one token.
     ``threads`` are those of the whole run, ``kv_memory`` is that of one rank; ``max_running`` and
     ``prefill_tokens`` count on each attention DP rank.
 
@@ -84,11 +84,6 @@ class EngineConfig:
             raise UsageError(one_of("device", self.device, DEVICES))
         if self.dtype not in DTYPES:
             raise UsageError(one_of("dtype", self.dtype, DTYPES))
-        if self.kv_dtype in PLANNED_KV_DTYPES:
-            raise UsageError(
-                f"kv_dtype {self.kv_dtype!r} is not supported in this version; expected one of "
-                f"{', '.join(KV_DTYPES)}; nearest is bfloat16"
-            )
         if self.kv_dtype not in KV_DTYPES:
             raise UsageError(one_of("kv_dtype", self.kv_dtype, KV_DTYPES))
         if not isinstance(self.prefix_cache, bool):

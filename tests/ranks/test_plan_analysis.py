@@ -136,6 +136,15 @@ def test_values_have_the_planned_types(folder: Path, mesh: dict[str, Any]) -> No
     assert analysed(model, **mesh).comparison.differences == []
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4, "attn_cp": 2}], ids=str)
+def test_quantised_keys_travel_as_planned(
+    folder: Path, mesh: dict[str, Any], kv_dtype: str
+) -> None:
+    model = write(folder, "LlamaForCausalLM", "bfloat16")
+    assert analysed(model, **mesh, kv_dtype=kv_dtype).comparison.differences == []
+
+
 def test_variants_were_among_them(folder: Path) -> None:
     model = write(folder, "LlamaForCausalLM")
     for mesh, variant in (

@@ -16,6 +16,7 @@ from layline.comm.simulated import run_ranks
 from layline.layers import parallel
 from layline.layers.attention import TorchAttention, slot_numbers
 from layline.layers.forward_batch import ForwardBatch
+from layline.layers.kv_cache import PlainCache
 from layline.layers.parallel import ParallelHead, VocabParallelEmbedding
 from layline.layers.spans import Phase, SequenceSpan
 from layline.models.decoder import GatedMLP, SelfAttention
@@ -53,8 +54,9 @@ class Rank:
     def attention(self) -> SelfAttention:
         module = SelfAttention(self.shards, 0, self.loader, self.backend, self.mesh)
         heads, size = self.shards.num_kv_heads, self.shards.config.head_dim
-        module.cache = torch.full((SLOTS, 2, heads, size), NAN, dtype=self.dtype)
-        module.cache[:BLOCK] = 0
+        rows = torch.full((SLOTS, 2, heads, size), NAN, dtype=self.dtype)
+        rows[:BLOCK] = 0
+        module.cache = PlainCache(rows)
         return module
 
     def mlp(self) -> GatedMLP:

@@ -16,12 +16,13 @@ from layline.comm.simulated import run_ranks
 from layline.config import EngineConfig
 from layline.engine.balance import StepRules
 from layline.engine.facts import ModelFacts, open_model
-from layline.engine.model import BLOCK_SIZE, LoadedModel, load_part
+from layline.engine.model import LoadedModel, load_part
 from layline.engine.rank_part import part_of
 from layline.engine.runner import Runner
 from layline.engine.step import IDLE, MeshStep, RankStep
 from layline.layers.spans import MixedPhase, Phase, SequenceSpan, StepPhase
 from layline.topology import Topology
+from support.poison import poison
 from support.ranks import Settings, run_processes
 
 BLOCKS_EACH = 4
@@ -186,7 +187,7 @@ def _runner(loaded: LoadedModel, num_blocks: int) -> Runner:
     loaded.bind_cache(num_blocks + 1)
     for layer in loaded.runner.model.layers:
         assert layer.self_attn.cache is not None
-        layer.self_attn.cache[BLOCK_SIZE:].fill_(float("nan"))
+        poison(layer.self_attn.cache)
     return loaded.runner
 
 

@@ -13,9 +13,10 @@ from layline.engine.core import Engine
 from layline.engine.facts import open_model
 from layline.engine.local import LocalExecutor
 from layline.engine.model import LoadedModel, load_alone
-from layline.engine.scheduler import BLOCK_SIZE, StepPlan
+from layline.engine.scheduler import StepPlan
 from layline.engine.step import MeshStep
 from layline.sampling import SamplingParams
+from support.poison import poison
 
 
 class Recorder:
@@ -71,8 +72,7 @@ def poison_unused_slots(loaded: LoadedModel) -> None:
     """Fill every cache row that no token has written with NaN; block 0 is the padding's, zero."""
     for layer in loaded.runner.model.layers:
         assert layer.self_attn.cache is not None
-        assert not layer.self_attn.cache[:BLOCK_SIZE].any()
-        layer.self_attn.cache[BLOCK_SIZE:].fill_(float("nan"))
+        poison(layer.self_attn.cache)
 
 
 def run_greedy(

@@ -19,7 +19,6 @@ from layline.config import (
     MAX_DEGREE,
     MAX_SPECULATIVE_TOKENS,
     MAX_THREADS,
-    PLANNED_KV_DTYPES,
     SPECULATIVE,
     EngineConfig,
 )
@@ -212,7 +211,7 @@ class RunOptions(SpeculationOptions, MeshOptions, ComputeOptions):
         str,
         choice_option(
             "--kv-dtype",
-            (*KV_DTYPES, *PLANNED_KV_DTYPES),
+            KV_DTYPES,
             "type of cached keys and values; auto is that of the run",
         ),
     ] = EngineConfig.kv_dtype

@@ -11,6 +11,9 @@ import torch
 from layline.config import EngineConfig
 from layline.engine.scheduler import BLOCK_SIZE
 from layline.errors import UsageError
+from layline.kernels.kv_rounding import LARGEST, SCALE_DTYPE
+from layline.layers.kv_cache import KVCache, PlainCache, QuantisedCache
+from layline.layers.kv_types import SCALE_BYTES
 from layline.models.config import DecoderConfig
 
 CPU_SHARE = 0.5  # Of the machine's memory. Pages that no token has touched cost nothing.
@@ -36,9 +39,12 @@ def local_heads(config: DecoderConfig, attn_tp: int = 1) -> int:
 
 
 def slot_bytes(config: DecoderConfig, dtype: torch.dtype, attn_tp: int = 1) -> int:
-    """Bytes that one token takes on one rank over all layers."""
-    heads = local_heads(config, attn_tp)
-    return config.num_layers * 2 * heads * config.head_dim * dtype.itemsize
+    """Bytes that one token takes on one rank over all layers, scales included.
+
+    ``dtype`` is that of the stored values.
+    """
+    head = config.head_dim * dtype.itemsize + (SCALE_BYTES if dtype in LARGEST else 0)
+    return config.num_layers * 2 * local_heads(config, attn_tp) * head
 
 
 def num_blocks(engine: EngineConfig, room: Room) -> int:
@@ -71,12 +77,32 @@ def _available(room: Room) -> int:
     return int(memory * CPU_SHARE) // room.local_ranks
 
 
-def allocate(
-    config: DecoderConfig, blocks: int, num_heads: int, device: torch.device, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """One zeroed cache a layer, [slots, 2, this rank's kv heads, head dim]."""
-    shape = (blocks * BLOCK_SIZE, 2, num_heads, config.head_dim)
-    return [_zeros(shape, device, dtype) for _ in range(config.num_layers)]
+@dataclass(frozen=True)
+class CacheShape:
+    """A layer's cache on one rank: its blocks, the rank's key/value heads, and where they are.
+
+    ``stored`` is the type of the values in memory, ``computed`` the run's: attention gets the
+    values of a quantised cache in it.
+    """
+
+    num_blocks: int
+    num_heads: int
+    device: torch.device
+    stored: torch.dtype
+    computed: torch.dtype
+
+
+def allocate(config: DecoderConfig, shape: CacheShape) -> list[KVCache]:
+    """One zeroed cache a layer."""
+    return [_cache(config.head_dim, shape) for _ in range(config.num_layers)]
+
+
+def _cache(head_dim: int, shape: CacheShape) -> KVCache:
+    heads = (shape.num_blocks * BLOCK_SIZE, 2, shape.num_heads)
+    values = _zeros((*heads, head_dim), shape.device, shape.stored)
+    if shape.stored not in LARGEST:
+        return PlainCache(values)
+    return QuantisedCache(values, _zeros(heads, shape.device, SCALE_DTYPE), shape.computed)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

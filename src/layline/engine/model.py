@@ -28,6 +28,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+# What the values of a cache are stored as.
+KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 @dataclass
@@ -63,8 +65,8 @@ class LoadedModel:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The type of cached keys and values."""
-        return DTYPES[self.facts.kv_dtype]
+        """The type of cached keys and values in memory."""
+        return KV_DTYPES[self.facts.kv_dtype]
 
     @property
     def cache_bytes(self) -> int:
@@ -86,8 +88,8 @@ class LoadedModel:
     def bind_cache(self, num_blocks: int) -> None:
         """Allocate the cache and give it to the layers."""
         heads = kv.local_heads(self.config, self.facts.spec.topology.attn_tp)
-        caches = kv.allocate(self.config, num_blocks, heads, self.device, self.kv_dtype)
-        self.runner.model.bind_cache(caches)
+        shape = kv.CacheShape(num_blocks, heads, self.device, self.kv_dtype, self.dtype)
+        self.runner.model.bind_cache(kv.allocate(self.config, shape))
         self.num_blocks = num_blocks
         if self.draft is not None:
             self.draft.bind_cache(num_blocks)
@@ -125,7 +127,8 @@ def load_part(
     """
     dtype = DTYPES[facts.dtype]
     # Attention computes in the wider of the two: neither queries nor keys are rounded for it.
-    wider = torch.promote_types(dtype, DTYPES[facts.kv_dtype])
+    # A quantised cache is read in the run's.
+    wider = torch.promote_types(dtype, DTYPES.get(facts.kv_dtype, dtype))
     backend = TorchAttention(BLOCK_SIZE, device, wider)
     loader = ModelLoader(
         checkpoint,

@@ -22,6 +22,7 @@ from layline.engine.facts import PLAIN_ENCODINGS, ModelFacts, resolve
 from layline.engine.room import Room, room_for
 from layline.engine.speculation.make import draft_facts
 from layline.errors import UsageError, one_of
+from layline.layers.kv_types import VALUE_BYTES, head_bytes
 from layline.models.collectives import compute_collectives
 from layline.models.footprint import Footprint, footprint
 from layline.models.registry import family_of
@@ -69,7 +70,7 @@ class ModelPlan:
         return self if kind is self.kind else replace(self, kind=kind, lines=self._lines_of(kind))
 
     def _lines_of(self, kind: BatchKind) -> tuple[Line, ...]:
-        compute = compute_collectives(self.facts.config, self.spec, kind)
+        compute = compute_collectives(self.facts.config, self.spec, kind, self.facts.kv_dtype)
         return tuple(lines_of(self.stages, Ground(self.spec, kind), compute))
 
     @property
@@ -147,8 +148,8 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
 
 
 def _footprint(facts: ModelFacts) -> Footprint:
-    weights, cached = ITEMSIZES[facts.dtype], ITEMSIZES[facts.kv_dtype]
-    return footprint(facts.config, facts.spec.topology, weights, cached)
+    cached = head_bytes(facts.kv_dtype, facts.config.head_dim)
+    return footprint(facts.config, facts.spec.topology, ITEMSIZES[facts.dtype], cached)
 
 
 def packed_head(facts: ModelFacts, checkpoint: Checkpoint) -> str | None:
@@ -183,7 +184,7 @@ def element_sizes(facts: ModelFacts, device: str, head: str | None) -> ElementSi
     """
     run = ITEMSIZES[facts.dtype]
     summed = 4 if device == "cpu" else run
-    cached = ITEMSIZES[facts.kv_dtype]
+    cached = VALUE_BYTES[facts.kv_dtype]
     return ElementSizes(summed=summed, run=run, scores=run if head is None else 4, cached=cached)
 
 

@@ -1,8 +1,7 @@
 """Attention over a paged key-value cache, behind one backend interface.
 
 Shape suffixes: T token rows, B sequences, L cache rows of a sequence, N query heads, K key/value
-heads, D head size, S cache slots. A cache layer is [S, 2, K, D]: each slot holds a token's keys,
-then its values.
+heads, D head size.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from layline.layers.forward_batch import AttentionPlan
+from layline.layers.kv_cache import KVCache
 from layline.layers.spans import MixedPhase, Phase, SequenceSpan, StepPhase
 
 QUERY_ROWS = 128
@@ -35,7 +35,7 @@ class AttentionBackend(Protocol):
         self,
         q_TND: torch.Tensor,
         kv_T2KD: torch.Tensor,
-        cache_S2KD: torch.Tensor,
+        cache: KVCache,
         plan: AttentionPlan,
         window: int | None,
     ) -> torch.Tensor:
@@ -50,10 +50,10 @@ class _Reach:
     last: int
     gather: torch.Tensor | None
 
-    def read(self, cache_S2KD: torch.Tensor) -> torch.Tensor:
+    def read(self, cache: KVCache) -> torch.Tensor:
         if self.gather is None:
-            return cache_S2KD[self.first : self.last]
-        return cache_S2KD.index_select(0, self.gather)
+            return cache.read(slice(self.first, self.last))
+        return cache.read(self.gather)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,32 +120,35 @@ class TorchAttention:
         self,
         q_TND: torch.Tensor,
         kv_T2KD: torch.Tensor,
-        cache_S2KD: torch.Tensor,
+        cache: KVCache,
         plan: AttentionPlan,
         window: int | None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         assert isinstance(plan, TorchAttentionPlan)
-        outputs = [
-            self._prefill(q_TND, kv_T2KD, cache_S2KD, segment)
-            for segment in plan.prefill.get(window, ())
-        ]
+        segments = plan.prefill.get(window, ())
+        # A sequence's own rows are rounded as the cache rounds them: a chunk must not see more
+        # than the next chunk will.
+        if any(segment.reach is None for segment in segments):
+            kv_T2KD = cache.rounded(kv_T2KD)
+        outputs = [self._prefill(q_TND, kv_T2KD, cache, segment) for segment in segments]
         if plan.decode:
-            decoded = self._decode(q_TND[: plan.num_decode], cache_S2KD, plan, window)
+            decoded = self._decode(q_TND[: plan.num_decode], kv_T2KD, cache, plan, window)
             outputs.insert(0, decoded)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode(
         self,
         q_TND: torch.Tensor,
-        cache_S2KD: torch.Tensor,
+        kv_T2KD: torch.Tensor,
+        cache: KVCache,
         plan: TorchAttentionPlan,
         window: int | None,
     ) -> torch.Tensor:
         batch, heads, size = q_TND.shape
-        kv_heads = cache_S2KD.shape[2]
+        kv_heads = kv_T2KD.shape[2]
         step = plan.decode[window]
-        rows = step.reach.read(cache_S2KD)
+        rows = step.reach.read(cache)
         keys, values = rows.view(batch, -1, 2, kv_heads, size).permute(2, 0, 3, 1, 4).unbind(0)
         # The queries that share a key head become rows of it: grouped attention without copies.
         q_BKGD = q_TND.view(batch, kv_heads, heads // kv_heads, size)
@@ -157,15 +160,10 @@ class TorchAttention:
         self,
         q_TND: torch.Tensor,
         kv_T2KD: torch.Tensor,
-        cache_S2KD: torch.Tensor,
+        cache: KVCache,
         segment: _Segment,
     ) -> torch.Tensor:
-        # A sequence's own rows are rounded as the cache rounds them: a chunk must not see more
-        # than the next chunk will.
-        if segment.reach is None:
-            own = kv_T2KD[segment.own].to(cache_S2KD.dtype)
-        else:
-            own = segment.reach.read(cache_S2KD)
+        own = kv_T2KD[segment.own] if segment.reach is None else segment.reach.read(cache)
         keys, values = own.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
         q_1NTD = q_TND[segment.rows].transpose(0, 1).unsqueeze(0)
         # Queries come in FP32 where prefill computes in it, and a cache may be wider than the run.

@@ -1,7 +1,6 @@
 """Layers divided over ranks: partial sums, parts of the vocabulary, and slices of the tokens.
 
-Shape suffixes: T token rows, K key/value heads, D head size, H hidden, V vocabulary, P vocabulary
-rows of one rank.
+Shape suffixes: T token rows, C columns, H hidden, V vocabulary, P vocabulary rows of one rank.
 """
 
 from __future__ import annotations
@@ -175,12 +174,11 @@ def scatter_shards(part: torch.Tensor, rows: RankRows, group: Group) -> torch.Te
     return shard
 
 
-def gather_context(kv_T2KD: torch.Tensor, context: ContextRows, group: Group) -> torch.Tensor:
-    """The keys and values of all context-parallel ranks, [tokens, 2, K, D] in the slots' order.
+def gather_context(rows_TC: torch.Tensor, context: ContextRows, group: Group) -> torch.Tensor:
+    """The rows of all context-parallel ranks, [tokens, columns] in the slots' order.
 
     Every rank of ``group`` calls it, those without rows too.
     """
-    flat = kv_T2KD.flatten(1)
-    padded = F.pad(flat, (0, 0, 0, context.width - flat.shape[0]))
+    padded = F.pad(rows_TC, (0, 0, 0, context.width - rows_TC.shape[0]))
     joined: torch.Tensor = group.all_gather(padded)
-    return joined.index_select(0, context.order).view(-1, *kv_T2KD.shape[1:])
+    return joined.index_select(0, context.order)

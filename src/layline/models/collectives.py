@@ -13,15 +13,19 @@ from layline.boundary.planning.show import ComputeCollectives
 from layline.boundary.planning.walk import enters_partial
 from layline.boundary.rows import BatchKind
 from layline.comm.groups import CollectiveKind
+from layline.layers.kv_types import columns
 from layline.models.config import DecoderConfig
 from layline.models.parallel import Shards
 from layline.topology import GroupName
 
 
 def compute_collectives(
-    config: DecoderConfig, spec: MeshSpec, kind: BatchKind
+    config: DecoderConfig, spec: MeshSpec, kind: BatchKind, kv_dtype: str
 ) -> ComputeCollectives:
-    """The collectives of the embedding, of each attention and FFN, and of the head."""
+    """The collectives of the embedding, of each attention and FFN, and of the head.
+
+    Keys and values travel as they are cached, with the scales that ``kv_dtype`` has.
+    """
     hidden = config.hidden_size
     shards = Shards(config, spec.topology)
     divided = spec.topology.attn_tp > 1
@@ -42,7 +46,7 @@ def compute_collectives(
                 CollectiveKind.ALL_GATHER,
                 GroupName.ATTN_CP,
                 Extent.CONTEXT,
-                2 * shards.kv_size,
+                2 * shards.num_kv_heads * columns(kv_dtype, config.head_dim),
                 Element.CACHED,
             ),
         )

@@ -19,6 +19,7 @@ from layline.kernels.silu_mul import silu_mul
 from layline.layers.attention import AttentionBackend
 from layline.layers.embedding import Embedding
 from layline.layers.forward_batch import ForwardBatch
+from layline.layers.kv_cache import KVCache
 from layline.layers.linear import Linear
 from layline.layers.norm import RMSNorm
 from layline.layers.parallel import (
@@ -90,7 +91,7 @@ class SelfAttention:
         self._tp_group = compute_group(mesh, GroupName.TP)
         self._cp_group = compute_group(mesh, GroupName.ATTN_CP)
         self._output_dtype = loader.residual_dtype if mesh.topology.tp > 1 else None
-        self.cache: torch.Tensor | None = None
+        self.cache: KVCache | None = None
 
     def __call__(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """[tokens, hidden] to a partial output of the same shape."""
@@ -107,10 +108,8 @@ class SelfAttention:
         kv_T2KD = heads_TND[:, self._num_heads :].view(-1, 2, self._num_kv_heads, self._head_dim)
         if forward_batch.context_parallel is not None:
             self.join_context(kv_T2KD, forward_batch)
-        elif isinstance(forward_batch.slots, slice):
-            self.cache[forward_batch.slots].copy_(kv_T2KD)
         else:
-            self.cache.index_copy_(0, forward_batch.slots, kv_T2KD.to(self.cache.dtype))
+            self.cache.write(forward_batch.slots, kv_T2KD)
         attended = self._backend.attend(
             heads_TND[:, : self._num_heads],
             kv_T2KD,
@@ -139,18 +138,16 @@ class SelfAttention:
     def join_context(self, kv_T2KD: torch.Tensor | None, forward_batch: ForwardBatch) -> None:
         """Write the keys and values of every context-parallel rank to this rank's cache.
 
+        They travel as they are stored: a quantised cache's in 8 bits, with their scales.
+
         Every rank of the CP group calls it once a layer; None stands for no rows.
         """
         context = forward_batch.context_parallel
         assert context is not None
         assert self.cache is not None
         assert self._cp_group is not None
-        own = self.cache[:0] if kv_T2KD is None else kv_T2KD.to(self.cache.dtype)
-        joined = gather_context(own, context, self._cp_group)
-        if isinstance(forward_batch.slots, slice):
-            self.cache[forward_batch.slots].copy_(joined)
-        else:
-            self.cache.index_copy_(0, forward_batch.slots, joined)
+        joined = gather_context(self.cache.stored(kv_T2KD), context, self._cp_group)
+        self.cache.write_stored(forward_batch.slots, joined)
 
     def _normalise_heads(self, heads_TND: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> None:
         queries = heads_TND[:, : self._num_heads]
@@ -318,8 +315,8 @@ class Decoder:
         """The attention windows of this stage's layers; None stands for full attention."""
         return frozenset(self.config.windows[layer_id] for layer_id in self.part)
 
-    def bind_cache(self, layer_caches: Sequence[torch.Tensor]) -> None:
-        """Give each layer of this stage its cache, [slots, 2, this rank's kv heads, head dim]."""
+    def bind_cache(self, layer_caches: Sequence[KVCache]) -> None:
+        """Give each layer of this stage its cache, of this rank's key/value heads."""
         for layer, cache in zip(self.layers, layer_caches, strict=True):
             layer.self_attn.cache = cache
 

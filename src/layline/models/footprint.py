@@ -21,9 +21,12 @@ class Footprint:
 
 
 def footprint(
-    config: DecoderConfig, topology: Topology, itemsize: int, cached_itemsize: int
+    config: DecoderConfig, topology: Topology, itemsize: int, cached_head_bytes: int
 ) -> Footprint:
-    """The footprint of a rank of ``topology``, from the bytes of a weight and of a cached value."""
+    """The footprint of a rank of ``topology``.
+
+    ``itemsize`` is of a weight, ``cached_head_bytes`` of one head's key or value of a token.
+    """
     shards = Shards(config, topology)
     hidden, size = config.hidden_size, shards.intermediate[1] - shards.intermediate[0]
     queries, keys = shards.q_size, shards.kv_size
@@ -39,4 +42,5 @@ def footprint(
         layer += 2 * config.head_dim
     table = shards.vocab_rows * hidden
     values = config.num_layers * layer + hidden + table * (1 if config.tied_head else 2)
-    return Footprint(values * itemsize, config.num_layers * 2 * keys * cached_itemsize)
+    cached = config.num_layers * 2 * shards.num_kv_heads * cached_head_bytes
+    return Footprint(values * itemsize, cached)

@@ -68,8 +68,8 @@ def memory_line(planned: ModelPlan, engine: EngineConfig) -> tuple[str, str]:
     text = (
         f"memory of each of {ranks} rank{'s' if ranks > 1 else ''}: weights "
         f"{found.weights / MIB:,.0f} MiB as {facts.dtype}, keys and values "
-        f"{found.kv_per_token / 1024:,.1f} KiB a token: {most / MIB:,.0f} MiB for "
-        f"{engine.max_running} requests of {facts.max_model_len} tokens"
+        f"{found.kv_per_token / 1024:,.1f} KiB a token as {facts.kv_dtype}: "
+        f"{most / MIB:,.0f} MiB for {engine.max_running} requests of {facts.max_model_len} tokens"
     )
     if engine.kv_memory is not None:
         most = min(most, engine.kv_memory)

@@ -418,3 +418,18 @@ def test_memory_is_what_a_rank_holds(
     assert planned.weights == loaded.weight_bytes + 4 * vectors
     loaded.bind_cache(2)
     assert planned.kv_per_token == loaded.cache_bytes // 32
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
+def test_memory_of_cached_keys_counts_their_scales(folder: Any, kv_dtype: str) -> None:
+    model = folder("LlamaForCausalLM")
+    flags = {"tp": 2, "kv_dtype": kv_dtype}
+    loaded = built(model, flags, 0)
+    loaded.bind_cache(2)
+    held = sum(layer.self_attn.cache.nbytes for layer in loaded.runner.model.layers)
+    assert open_plan(model, flags, "ordinary").footprint.kv_per_token == held // 32
+    assert loaded.cache_bytes == held
+    size = SHAPE["head_dim"]
+    each = 2 * size if kv_dtype == "bfloat16" else size + 2
+    heads = loaded.runner.model.shards.num_kv_heads
+    assert held == 32 * len(loaded.runner.model.layers) * 2 * heads * each

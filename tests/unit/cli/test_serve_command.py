@@ -94,7 +94,7 @@ def test_the_plan_and_the_memory_are_told_before_loading(
     assert "INFO plan: LlamaForCausalLM, 3 layers, float32, context 256 tokens" in text
     assert "INFO plan: tp 2, policy" in text
     # 3 layers x keys and values x 1 of 2 heads x 8 values x 4 bytes.
-    assert "keys and values 0.2 KiB a token" in text
+    assert "keys and values 0.2 KiB a token as float32" in text
     assert "limited to 1 MiB" in text
     assert "fits in" in text
     assert "kv_memory=1048576" in text
@@ -102,6 +102,16 @@ def test_the_plan_and_the_memory_are_told_before_loading(
     assert "WARNING" not in text
     large = lines(caplog, checkpoint, kv=1 << 50)
     assert "does not fit in" not in large, "16 requests of 256 tokens are all it would use"
+
+
+def test_quantised_keys_are_counted_with_their_scales(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="layline.serve"):
+        announce(str(checkpoint), RunOptions(kv_dtype="int8", tp=2), ServeSettings())
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    # 3 layers x keys and values x 1 of 2 heads x (8 values and a scale of 2 bytes): 60 bytes.
+    assert "keys and values 0.1 KiB a token as int8: 0 MiB for 16 requests" in text
 
 
 def test_what_does_not_fit_is_a_warning(

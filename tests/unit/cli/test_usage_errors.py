@@ -51,6 +51,8 @@ MISTAKES = {
     "device": (["generate", "x", "--device", "gpu"], ["'gpu'", "cpu, cuda", "is 'cpu'"]),
     "device case": (["chat", "--device", "CPU"], ["'CPU'", "cpu, cuda", "is 'cpu'"]),
     "dtype": (["generate", "x", "--dtype", "bf16"], ["'bf16'", "bfloat16, float16", "nearest"]),
+    "kv dtype": (["generate", "x", "--kv-dtype", "int4"], ["'int4'", "fp8, int8", "is 'int8'"]),
+    "kv dtype fp8": (["serve", "--kv-dtype", "fp8_e5m2"], ["'fp8_e5m2'", "nearest is 'fp8'"]),
     "size unit": (["generate", "x", "--kv-memory", "12X"], ["'12X'", "K, M, G or T", "'512M'"]),
     "size zero": (["generate", "x", "--kv-memory", "0"], ["'0'", "above zero", "'512M'"]),
     "size negative": (["generate", "x", "--kv-memory", "-1G"], ["'-1G'", "above zero"]),

@@ -58,9 +58,23 @@ def test_a_cache_starts_zero() -> None:
         norm_eps=1e-5,
         rope=None,  # type: ignore[arg-type]
     )
-    caches = kv.allocate(config, 3, config.num_kv_heads, CPU, torch.bfloat16)
-    assert [cache.shape for cache in caches] == [(48, 2, 1, 4)] * 2
-    assert all(cache.dtype is torch.bfloat16 and not cache.any() for cache in caches)
+    scales = ((48, 2, 1), torch.bfloat16)
+    for stored, besides in (
+        (torch.bfloat16, []),
+        (torch.int8, [scales]),
+        (torch.float8_e4m3fn, [scales]),
+    ):
+        shape = kv.CacheShape(3, config.num_kv_heads, CPU, stored, torch.float32)
+        caches = kv.allocate(config, shape)
+        assert len(caches) == 2
+        for cache in caches:
+            assert [(each.shape, each.dtype) for each in cache.tensors] == [
+                ((48, 2, 1, 4), stored),
+                *besides,
+            ]
+            assert not cache.read(slice(None)).any()
+            assert cache.num_slots == 48
+        assert sum(cache.nbytes for cache in caches) == 48 * kv.slot_bytes(config, stored)
 
 
 def test_arena_tensors_are_aligned_and_do_not_overlap() -> None:
