@@ -126,8 +126,8 @@ class EngineConfig:
         for name in ("speculative_model", "speculative_boundary_reduction"):
             if getattr(self, name) is not None:
                 raise UsageError(
-                    f"{name} {getattr(self, name)!r} is for a draft model, but speculative is "
-                    f"{self.speculative!r}; expected speculative 'draft'"
+                    f"{name} {getattr(self, name)!r} is for a draft model; expected speculative "
+                    f"'draft' with it, found {self.speculative!r}"
                 )
 
     def _check_mesh(self) -> None:

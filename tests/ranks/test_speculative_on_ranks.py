@@ -19,7 +19,7 @@ from layline.config import EngineConfig
 from layline.engine.balance import StepRules
 from layline.engine.facts import open_model
 from layline.engine.model import load_draft, load_part
-from layline.engine.speculation.make import with_draft
+from layline.engine.speculation.draft_facts import with_draft
 from layline.engine.step import MeshStep, RankStep
 from layline.layers.spans import SequenceSpan
 from layline.topology import GroupName, Topology

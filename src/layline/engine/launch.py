@@ -17,7 +17,7 @@ from pathlib import Path
 from layline.config import LOOPBACK, EngineConfig, threads_of_rank
 from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel, open_model
-from layline.engine.speculation.make import with_draft
+from layline.engine.speculation.draft_facts import with_draft
 
 
 def launch(engine: EngineConfig) -> tuple[ServedModel, Executor]:

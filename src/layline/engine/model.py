@@ -13,7 +13,7 @@ from layline.engine import kv
 from layline.engine.facts import ModelFacts, resolve
 from layline.engine.runner import Runner
 from layline.engine.scheduler import BLOCK_SIZE
-from layline.engine.speculation.make import open_draft, resolve_draft
+from layline.engine.speculation.draft_facts import open_draft, resolve_draft
 from layline.errors import UsageError
 from layline.layers.attention import TorchAttention
 from layline.models.config import DecoderConfig

@@ -20,7 +20,7 @@ from layline.comm.groups import CollectiveRecord, wire_bytes
 from layline.config import EngineConfig
 from layline.engine.facts import PLAIN_ENCODINGS, ModelFacts, resolve
 from layline.engine.room import Room, room_for
-from layline.engine.speculation.make import draft_facts
+from layline.engine.speculation.draft_facts import draft_facts
 from layline.errors import UsageError, one_of
 from layline.layers.kv_types import VALUE_BYTES, head_bytes
 from layline.models.collectives import compute_collectives

@@ -9,9 +9,10 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from layline import LLM
 from layline.engine.statistics import Histogram
 from layline.serve.settings import ServeSettings
-from support.serving import NAME, client_on
+from support.serving import NAME, client_on, service_on
 
 HOSTILE = "</script><script>alert(1)</script>\"'"
 
@@ -84,6 +85,20 @@ def test_metrics_count_what_was_done(client: Any) -> None:
     assert ("layline_http_requests_total", (
         ("method", "GET"), ("path", "other"), ("status", "404"),
     )) in numbers(client)  # fmt: skip
+
+
+def test_metrics_count_drafts(checkpoint: Any) -> None:
+    llm = LLM(str(checkpoint[0]), threads=1, max_model_len=512, speculative="ngram")
+    with service_on(llm) as service, client_on(service) as client:
+        prompt = [21, 22, 23, 24, 25] * 6
+        body = {"model": NAME, "prompt": prompt, "max_tokens": 60, "temperature": 0}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        found = numbers(client)
+    drafted = found["layline_draft_tokens_total", ()]
+    assert drafted >= found["layline_accepted_draft_tokens_total", ()] > 0
+    assert drafted == llm.stats().drafted
+    assert found["layline_generated_tokens_total", ()] == 60
+    assert found["layline_steps_total", ()] < 60
 
 
 def test_a_histogram_counts_a_bound_below_it() -> None:
