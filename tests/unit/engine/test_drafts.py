@@ -314,6 +314,16 @@ def test_no_more_drafts_than_tokens_may_come() -> None:
     assert known_tokens(request)[3:] == (7, 7, 7, 7)
 
 
+def test_a_request_with_a_grammar_gets_none() -> None:
+    it = Mesh(40)
+    request, other = it.begin(fake_request(9, 9)), it.begin(fake_request(9, 9))
+    params: Any = SimpleNamespace(grammar="a grammar")
+    request.params = params
+    it.speculation.propose()
+    assert request.drafts == ()
+    assert len(other.drafts) == 4
+
+
 def test_a_proposer_that_breaks_off_can_be_asked_again() -> None:
     it = Mesh(40)
     request = it.begin(fake_request(20, 9))

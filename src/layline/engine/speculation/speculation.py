@@ -38,6 +38,9 @@ class Speculation:
         self._proposer.forget(request)
 
     def _wants(self, request: Request) -> int:
+        # A state of a grammar cannot go back, so nothing is tried on it.
+        if getattr(request.params, "grammar", None) is not None:
+            return 0
         produced = len(request.output_ids)
         # A step draws one token more than it verifies drafts.
         useful = request.most_tokens - produced - 1
