@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ import torch
 
 from layline import LLM
 from layline.engine.async_engine import AsyncEngine
+from layline.engine.planned import ModelPlan, open_plan
 from layline.serve.app import build_app
+from layline.serve.page.description import describe
 from layline.serve.service import Service
 from layline.serve.settings import ServeSettings
+from layline.serve.summary import usable_kv_bytes
 from support.tiny import tiny_model, tiny_tokenizer
 
 NAME = "tiny"
@@ -47,6 +50,12 @@ def save_talker(directory: Path, context: int = LONG, *, never_ends: bool = True
     return model
 
 
+def plan_of(llm: LLM, **changes: Any) -> ModelPlan:
+    """The plan that a loaded model runs by, or one of the same model with other flags."""
+    flags = {**asdict(llm.engine_config), **changes}
+    return open_plan(flags.pop("model"), flags, "ordinary")
+
+
 @contextmanager
 def service_on(llm: LLM, max_open: int | None = None, **settings: Any) -> Iterator[Service]:
     """A service on a loaded model."""
@@ -57,7 +66,8 @@ def service_on(llm: LLM, max_open: int | None = None, **settings: Any) -> Iterat
             tokenizer=llm.tokenizer,
             max_model_len=llm.max_model_len,
             settings=ServeSettings(model_name=NAME, **settings),
-            about={"architecture": "Llama"},
+            about=describe(plan_of(llm), llm.engine_config),
+            kv_bytes=usable_kv_bytes(llm),
         )
     finally:
         engine.close()
@@ -68,6 +78,7 @@ def client_on(service: Service, **options: Any) -> Iterator[Any]:
     """Asks the application without a socket."""
     from starlette.testclient import TestClient
 
+    options = {"base_url": "http://127.0.0.1", **options}
     with TestClient(build_app(service), **options) as client:
         yield client
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from layline.cli import session
@@ -14,12 +15,14 @@ from layline.cli.options import ChatSamplingOptions, ModelArgument, ModelOption,
 from layline.cli.output import note, write
 from layline.cli.values import closest
 from layline.config import DEFAULT_MODEL
-from layline.errors import PromptError
+from layline.errors import LaylineError, PromptError
 
 if TYPE_CHECKING:
     from layline.engine.llm import LLM
     from layline.sampling import SamplingParams
 
+WATCH_S = 0.5
+"""How often the model's ranks are looked at while a line is read."""
 COMMANDS = {
     "/help": "this list",
     "/reset": "forget the conversation, keep the system text",
@@ -72,7 +75,7 @@ class Conversation:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401
             note(f"{name} · /help for commands")
-        with self.interruption.installed():
+        with self.interruption.installed(), watching(self.llm.failure, self.interruption):
             for line in self.interruption.lines(interactive):
                 if not self.obey(line):
                     break
@@ -167,6 +170,32 @@ def close_stream(chunks: Iterator[Any]) -> None:
         close()
 
 
+@contextlib.contextmanager
+def watching(failure: Callable[[], LaylineError | None], prompt: Interruption) -> Iterator[None]:
+    """Look for a failure of the model while the block reads lines, and end the reading with it.
+
+    Nothing else would notice that a rank is gone before the next message. An answer that is being
+    made ends with the error by itself.
+    """
+    over = threading.Event()
+    reader = threading.get_ident()
+
+    def watch() -> None:
+        while not over.wait(WATCH_S):
+            prompt.failure = prompt.failure or failure()
+            # Again and again: a signal just before the wait for a key is seen after it only.
+            if prompt.failure is not None and prompt.state == "reading":
+                signal.pthread_kill(reader, signal.SIGINT)
+
+    watcher = threading.Thread(target=watch, name="layline-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
 class Interruption:
     """What Ctrl-C means, which depends on what the conversation is doing.
 
@@ -179,6 +208,7 @@ class Interruption:
     def __init__(self) -> None:
         self.state = "idle"
         self.asked = False
+        self.failure: LaylineError | None = None
 
     @contextlib.contextmanager
     def during(self, state: str) -> Iterator[None]:
@@ -206,12 +236,19 @@ class Interruption:
         self.asked = True
 
     def lines(self, interactive: bool) -> Iterator[str]:
-        """Lines of stdin. Ctrl-C at the prompt drops the line, Ctrl-D ends the conversation."""
+        """Lines of stdin. Ctrl-C at the prompt drops the line, Ctrl-D ends the conversation.
+
+        Raises the failure of the model that was noticed while a line was waited for.
+        """
         while True:
             try:
                 with self.during("reading"):
                     line = input("> ") + "\n" if interactive else piped_line()
             except KeyboardInterrupt:
+                if self.failure is not None:
+                    if interactive:
+                        note("")
+                    raise type(self.failure)(*self.failure.args) from self.failure
                 if not interactive:
                     raise
                 note("\n[/exit or Ctrl-D leaves]")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,14 +13,16 @@ from layline.cli import session
 from layline.cli.options import ModelArgument, ModelOption, RunOptions, choice_option
 from layline.cli.output import write_line
 from layline.cli.values import integer, seconds, size
-from layline.config import DEFAULT_MODEL, api_keys_environment
+from layline.config import DEFAULT_MODEL, EngineConfig, api_keys_environment, shorten
 from layline.errors import UsageError
+from layline.serve.hosts import ANY, host_of
 from layline.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     import socket
 
     from layline.engine.llm import LLM
+    from layline.engine.planned import ModelPlan
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
@@ -81,6 +84,15 @@ class ServeOptions:
         list[str],
         typer.Option("--cors-origin", metavar="ORIGIN", help="a site that may ask; repeatable"),
     ] = field(default_factory=list)
+    allowed_host: Annotated[
+        list[str],
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="a name that clients may call the server by; repeatable",
+            show_default="names and addresses of this machine",
+        ),
+    ] = field(default_factory=list)
     max_body: Annotated[
         int,
         typer.Option(
@@ -117,7 +129,8 @@ class ServeOptions:
             api_keys=self.keys(),
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
-            cors_origins=tuple(self.cors_origin),
+            cors_origins=tuple(checked_origin(origin) for origin in self.cors_origin),
+            allowed_hosts=tuple(checked_host(name) for name in self.allowed_host),
             max_body=self.max_body,
             max_waiting=self.max_waiting,
             header_timeout_s=self.header_timeout,
@@ -162,19 +175,23 @@ def serve(
     logs.configure(options.log_level, as_json=options.log_json)
     # Before the model: a port that is taken must not cost the time to load.
     with server.bind(settings.host, settings.port) as sock:
-        announce(name, run, settings)
+        settings = replace(settings, address=str(sock.getsockname()[0]))
+        planned = announce(name, run, settings)
+        begin = perf_counter()
         with session.open_llm(name, run) as llm:
+            logs.tell_loaded(llm, perf_counter() - begin)
             server.listen(sock, settings.host, settings.port)
-            return serve_on(sock, llm, settings)
+            return serve_on(sock, llm, settings, planned)
 
 
-def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings) -> int:
-    """Serve a loaded model on a listening socket; the exit status."""
+def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings, planned: ModelPlan) -> int:
+    """Serve a loaded model, as it was planned, on a listening socket; the exit status."""
     from layline.engine.async_engine import AsyncEngine
     from layline.serve import server
     from layline.serve.app import build_app
+    from layline.serve.page.description import describe
     from layline.serve.service import Service
-    from layline.serve.summary import about
+    from layline.serve.summary import usable_kv_bytes
 
     def ready() -> None:
         write_line(f"serving {settings.model_name} at {server.url_of(sock)}")
@@ -191,7 +208,8 @@ def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings) -> int:
         tokenizer=llm.tokenizer,
         max_model_len=llm.max_model_len,
         settings=settings,
-        about=about(llm.facts, llm.engine_config),
+        about=describe(planned, llm.engine_config),
+        kv_bytes=usable_kv_bytes(llm),
     )
     serving = server.Serving(build_app(service), settings, ready)
     try:
@@ -202,12 +220,12 @@ def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings) -> int:
     return status
 
 
-def announce(model: str, run: RunOptions, settings: ServeSettings) -> None:
-    """Log what will run and whether it fits, before anything is loaded."""
+def announce(model: str, run: RunOptions, settings: ServeSettings) -> ModelPlan:
+    """Log what will run and whether it fits, before anything is loaded; the plan."""
     import logging
 
     from layline.engine.planned import open_plan
-    from layline.serve.summary import plan_lines, safety_lines
+    from layline.serve.summary import effective, plan_lines, safety_lines
 
     log = logging.getLogger("layline.serve")
     keywords = run.keywords()
@@ -215,9 +233,10 @@ def announce(model: str, run: RunOptions, settings: ServeSettings) -> None:
         planned = open_plan(model, keywords, "ordinary")
     except UsageError as error:
         raise type(error)(session.with_flags(str(error))) from None
-    for level, line in plan_lines(planned, keywords):
+    engine = EngineConfig(**{**keywords, "model": model})
+    for level, line in plan_lines(planned, engine):
         log.log(logging.getLevelName(level), line)
-    shown = {**settings.shown(), **keywords}
+    shown = effective(planned, engine, settings)
     log.info(
         "configuration: %s",
         " ".join(f"{name}={value}" for name, value in shown.items()),
@@ -225,6 +244,29 @@ def announce(model: str, run: RunOptions, settings: ServeSettings) -> None:
     )
     for line in safety_lines(settings):
         log.warning(line)
+    return planned
+
+
+def checked_host(name: str) -> str:
+    """A name as a Host header has it, without a port. Raises UsageError."""
+    found = name if name == ANY else host_of(name)
+    if found is None or (found != ANY and name.strip("[]").removesuffix(".").lower() != found):
+        raise UsageError(
+            f"--allowed-host {shorten(name)} is no name of a host; expected one without scheme and "
+            "port, such as models.example.org, or '*' for any"
+        )
+    return found
+
+
+def checked_origin(origin: str) -> str:
+    """An origin as a browser sends it. Raises UsageError."""
+    scheme, separator, authority = origin.rstrip("/").lower().partition("://")
+    if origin != ANY and not (separator and scheme and host_of(authority)):
+        raise UsageError(
+            f"--cors-origin {shorten(origin)} is no origin; expected scheme, name and port, such "
+            "as https://app.example.org or http://localhost:3000, or '*' for any"
+        )
+    return origin if origin == ANY else f"{scheme}://{authority}"
 
 
 def served_name(model: str) -> str:

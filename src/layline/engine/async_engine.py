@@ -63,6 +63,7 @@ class AsyncEngine:
         self.statistics = EngineStatistics()
         self._source = source
         self._engine = source.engine
+        self.times = source.engine.times
         self._max_open = max_open
         self._on_failure = on_failure
         # Looking at the engine waits for its step, so only the thread that runs steps does.
@@ -191,6 +192,8 @@ class AsyncEngine:
             self.statistics.steps += 1
             self.statistics.step.observe(now - begin)
             self._hand_out(now)
+            self.times.since("deliver", now)
+            self.times.end_step()
             self._cache = cache_load(self._engine)
             return
         self._cache = cache_load(self._engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 
 from layline.engine.balance import MeshScheduler, SampleRow
 from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
@@ -13,6 +14,7 @@ from layline.engine.request import FinishReason, Request
 from layline.engine.scheduler import SchedulerStats, StepEntry
 from layline.engine.speculation.speculation import Speculation
 from layline.engine.speculation.verify import is_verified
+from layline.engine.step_times import StepTimes
 from layline.errors import PromptError, RunError
 from layline.sampling import SamplingParams, fresh_seed
 from layline.text.detokenize import IncrementalDecoder
@@ -30,8 +32,10 @@ class Engine:
         model: ServedModel,
         scheduler: MeshScheduler,
         executor: Executor,
+        times: StepTimes | None = None,
         speculation: Speculation | None = None,
     ) -> None:
+        self.times = times or StepTimes()
         self._model = model
         self._scheduler = scheduler
         self._executor = executor
@@ -159,14 +163,20 @@ class Engine:
                 self._forget_dropped()
 
     def _step(self) -> None:
+        self.times.end_step()
+        begin = perf_counter()
         if self._speculation is not None:
             self._speculation.propose()
+            self.times.since("draft", begin)
+            begin = perf_counter()
         plan = self._scheduler.next_step()
         if plan is None:
             return
+        self.times.since("schedule", begin)
         sampled = plan.sampled
         rows = [[_sample_row(entry) for entry in part] for part in sampled]
         tokens = self._executor.execute(plan.step, rows)
+        begin = perf_counter()
         # Only now: a step that failed or was interrupted can be run again as if it had not begun.
         self._scheduler.complete(plan)
         entries = list(itertools.chain(*sampled))
@@ -178,6 +188,7 @@ class Engine:
             for request in {entry.request: None for entry in entries}:
                 if request.finish_reason is not None:
                     self._forget(request)
+            self.times.since("deliver", begin)
 
     def _accept(self, drawn: Iterable[tuple[StepEntry, Token]]) -> None:
         """Give the requests their tokens, those of a request in order."""

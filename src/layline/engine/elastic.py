@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from layline.config import LOOPBACK, EngineConfig, elastic_environment, threads_of_rank
 from layline.engine.executor import Executor
+from layline.engine.step_times import StepTimes
 from layline.errors import RunError, UsageError
 from layline.topology import Topology
 
@@ -78,7 +79,7 @@ def meet() -> Any:
     return next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))[0]
 
 
-def lead(engine: EngineConfig, world: World) -> Executor:
+def lead(engine: EngineConfig, world: World, times: StepTimes | None = None) -> Executor:
     """Drive the run from rank 0, whose own part runs in a thread of this process."""
     from layline.engine.ranks import RankLink, rank_title
     from layline.engine.remote import RemoteExecutor
@@ -102,7 +103,7 @@ def lead(engine: EngineConfig, world: World) -> Executor:
     threads = threads_of_rank(engine.threads, world.local_size)
     supervisor = Supervisor(open_ranks)
     _speak_when_terminated(supervisor)
-    executor = RemoteExecutor(supervisor, topology)
+    executor = RemoteExecutor(supervisor, topology, times)
     executor.start(
         [
             Start(

@@ -18,11 +18,13 @@ from layline.config import LOOPBACK, EngineConfig, threads_of_rank
 from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel, open_model
 from layline.engine.speculation.draft_facts import with_draft
+from layline.engine.step_times import StepTimes
 
 
-def launch(engine: EngineConfig) -> tuple[ServedModel, Executor]:
+def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[ServedModel, Executor]:
     """Open a model and start what runs it.
 
+    Where ``times`` are given, its passes are added to them.
     Under torchrun it returns on rank 0 only; on the others it is the rank until rank 0 is done,
     and then leaves with SystemExit. Raises UsageError or CheckpointError with a one-line message,
     RunError when a rank fails.
@@ -41,15 +43,15 @@ def launch(engine: EngineConfig) -> tuple[ServedModel, Executor]:
             from layline.engine.local import LocalExecutor
             from layline.engine.model import load_alone
 
-            return model, LocalExecutor(load_alone(engine, model.facts, checkpoint))
+            return model, LocalExecutor(load_alone(engine, model.facts, checkpoint), times)
     finally:
         checkpoint.close()
     if joined is not None:
-        return model, elastic.lead(engine, joined)
-    return model, spawn(engine)
+        return model, elastic.lead(engine, joined, times)
+    return model, spawn(engine, times)
 
 
-def spawn(engine: EngineConfig) -> Executor:
+def spawn(engine: EngineConfig, times: StepTimes | None = None) -> Executor:
     """Start a worker for every rank on this machine and load the model in them."""
     from layline.engine.ranks import RankLink, rank_title
     from layline.engine.remote import RemoteExecutor
@@ -74,7 +76,7 @@ def spawn(engine: EngineConfig) -> Executor:
                 )
                 yield RankLink(rank, rank_title(topology.at(rank)), ours, process, log)
 
-    executor = RemoteExecutor(Supervisor(open_ranks), topology)
+    executor = RemoteExecutor(Supervisor(open_ranks), topology, times)
     executor.start(
         [
             Start(

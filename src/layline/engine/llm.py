@@ -17,6 +17,7 @@ from layline.engine.progress import progress_bar
 from layline.engine.request import Request
 from layline.engine.scheduler import SchedulerStats
 from layline.engine.speculation.make import make_speculation
+from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError, PromptError, UsageError, one_of
 from layline.sampling import SamplingParams
 from layline.text.tokenizer import Tokenizer
@@ -50,12 +51,13 @@ class LLM:
         if "kv_memory" in flags:
             flags["kv_memory"] = parse_size(flags["kv_memory"])
         self.engine_config = EngineConfig(**{k: v for k, v in flags.items() if v is not None})
-        self._model, executor = launch(self.engine_config)
+        times = StepTimes()
+        self._model, executor = launch(self.engine_config, times)
         scheduler = MeshScheduler.of(
             self.engine_config, executor.num_blocks, shares=self._model.facts.shares_prefixes
         )
         speculation = make_speculation(self.engine_config, self._model, scheduler, executor)
-        self._engine = Engine(self._model, scheduler, executor, speculation)
+        self._engine = Engine(self._model, scheduler, executor, times, speculation)
         self._executor = executor
         # With the engine, not with this object: streams may outlive it.
         self._close = weakref.finalize(self._engine, executor.close)

@@ -10,7 +10,9 @@ from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
 from layline.engine.executor import MemoryUse, RowSpec, SamplingRows, Token
 from layline.engine.model import LoadedModel
+from layline.engine.runner import Runner
 from layline.engine.step import MeshStep
+from layline.engine.step_times import PassTimes, StepTimes
 from layline.errors import LaylineError
 from layline.layers.sampler import Sampler
 
@@ -18,8 +20,9 @@ from layline.layers.sampler import Sampler
 class LocalExecutor:
     """The whole model in this process: one rank."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, times: StepTimes | None = None) -> None:
         self.loaded = loaded
+        self._times = times or StepTimes()
         self.num_blocks = loaded.num_blocks
         self._runner = loaded.runner
         self._sampler = Sampler()
@@ -36,18 +39,27 @@ class LocalExecutor:
     @torch.inference_mode()
     def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
         """See Executor."""
-        return self._sampled(self._runner.run(step), step, rows)
+        tokens, times = self._run(self._runner, step, rows)
+        self._times.add_passes([times])
+        return tokens
 
     @torch.inference_mode()
     def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
         """See Executor."""
-        return self._sampled(self.loaded.draft_model().runner.run(step), step, rows)
+        tokens, _ = self._run(self.loaded.draft_model().runner, step, rows)
+        return tokens
 
-    def _sampled(
-        self, logits: torch.Tensor, step: MeshStep, rows: Sequence[Sequence[SampleRow]]
-    ) -> list[list[Token]]:
+    def _run(
+        self, runner: Runner, step: MeshStep, rows: Sequence[Sequence[SampleRow]]
+    ) -> tuple[list[list[Token]], PassTimes]:
+        clock = runner.clock
+        clock.start()
+        logits = runner.run(step)
+        clock.lap("execute")
         sampled = self._sampler.sample(logits, self._rows.at(step.parts[0], rows[0]))
-        return [list(zip(sampled.read(), sampled.logprobs, strict=True))]
+        tokens = list(zip(sampled.read(), sampled.logprobs, strict=True))
+        clock.lap("sample")
+        return [tokens], clock.times()
 
     def memory(self) -> MemoryUse:
         """See Executor."""

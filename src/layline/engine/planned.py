@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,7 +48,8 @@ class ModelPlan:
     ``lines`` are those of a step in the order in which ranks run them. ``packed_head`` is the
     encoding of a head that stays quantised: which kernel this machine has for it decides what its
     scores are, so ``sizes`` are ``assumed`` until the kernels have been asked. ``room`` is what
-    the device has for a rank. ``draft`` is a draft model that takes a part of it.
+    the device has for a rank, ``weights_format`` how the checkpoint stores its matrices. ``draft``
+    is a draft model that takes a part of the room.
     """
 
     facts: ModelFacts
@@ -59,6 +61,7 @@ class ModelPlan:
     room: Room
     packed_head: str | None = None
     assumed: bool = False
+    weights_format: str = ""
     draft: ModelFacts | None = None
 
     def with_sizes(self, sizes: ElementSizes) -> ModelPlan:
@@ -130,6 +133,7 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
         facts = resolve(engine, checkpoint)
         layers = linked_layers(facts, checkpoint.config)
         head = packed_head(facts, checkpoint)
+        stored = weights_format(checkpoint)
     finally:
         checkpoint.close()
     plan = ModelPlan(
@@ -142,6 +146,7 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
         room=room_for(engine, facts.spec.topology),
         packed_head=head,
         assumed=head is not None,
+        weights_format=stored,
         draft=draft_facts(engine, facts),
     )
     return replace(plan, lines=plan._lines_of(plan.kind))
@@ -164,6 +169,13 @@ def packed_head(facts: ModelFacts, checkpoint: Checkpoint) -> str | None:
         name = "model.embed_tokens.weight"
     encoding = infos[name].encoding
     return None if encoding in PLAIN_ENCODINGS else encoding
+
+
+def weights_format(checkpoint: Checkpoint) -> str:
+    """The kind of checkpoint and the encodings of its matrices: ``gguf: 180 Q4_1, 31 Q6_K``."""
+    counts = Counter(info.encoding for info in checkpoint.infos().values() if len(info.shape) > 1)
+    stored = ", ".join(f"{count} {encoding}" for encoding, count in counts.most_common())
+    return f"{checkpoint.kind}: {stored}" if stored else checkpoint.kind
 
 
 def linked_layers(

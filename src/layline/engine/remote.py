@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import fields
+from time import perf_counter
 from typing import Any
 
 from layline.comm.groups import CollectiveKind, CollectiveRecord
@@ -13,17 +15,23 @@ from layline.engine.executor import MemoryUse, RowSpec, Token
 from layline.engine.ranks import rebuilt
 from layline.engine.step import MeshStep
 from layline.engine.step_codec import StepEncoder
+from layline.engine.step_times import StepTimes
 from layline.engine.supervisor import Supervisor
 from layline.errors import LaylineError, RunError
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.topology import GroupName, Topology
 
+LOG = logging.getLogger("layline.engine")
+
 
 class RemoteExecutor:
     """Drives the ranks of a mesh; the leader of each attention DP rank samples its rows."""
 
-    def __init__(self, supervisor: Supervisor, topology: Topology) -> None:
+    def __init__(
+        self, supervisor: Supervisor, topology: Topology, times: StepTimes | None = None
+    ) -> None:
         self._supervisor = supervisor
+        self._times = times or StepTimes()
         self._ranks = range(topology.world_size)
         self._leaders = self._ranks[:: topology.attn_cp * topology.attn_tp]
         self._steps = StepEncoder()
@@ -51,6 +59,12 @@ class RemoteExecutor:
         loaded = self._supervisor.collect((wire.Loaded,), self._ranks)
         self._weight_bytes = sum(one.weight_bytes for one in loaded)
         self.num_blocks = min(one.fitting_blocks for one in loaded)
+        for rank, one in zip(self._ranks, loaded, strict=True):
+            LOG.info(
+                "loaded %.0f MiB of weights; there is room for %d cache blocks",
+                *(one.weight_bytes / (1 << 20), one.fitting_blocks),
+                extra={"fields": {"rank": rank}},
+            )
         self._supervisor.post(wire.Bind(self.num_blocks))
         bound = self._supervisor.collect((wire.Bound,), self._ranks)
         self._cache_bytes = sum(one.cache_bytes for one in bound)
@@ -85,6 +99,7 @@ class RemoteExecutor:
     def _run(
         self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], *, draft: bool
     ) -> list[list[Token]]:
+        begin = perf_counter()
         self._number += 1
         self._supervisor.post(self._steps.encode(self._number, step, rows, draft=draft))
         self._steps.sent()
@@ -93,6 +108,8 @@ class RemoteExecutor:
         for reply in replies:
             if isinstance(reply, wire.Refused):
                 raise rebuilt(reply.error, reply.message)
+        if not draft:
+            self._times.add_passes([reply.times for reply in replies], perf_counter() - begin)
         return [tokens_of(reply) for reply in replies]
 
     def memory(self) -> MemoryUse:

@@ -10,6 +10,7 @@ import torch
 from layline.boundary.layout import BatchVariant
 from layline.boundary.mesh import Mesh
 from layline.boundary.rows import kind_of, rank_rows
+from layline.engine.pass_clock import PassClock
 from layline.engine.rank_part import RankPart, part_of
 from layline.engine.step import MeshStep
 from layline.layers.attention import AttentionBackend, slot_numbers
@@ -43,6 +44,7 @@ class Runner:
         self._mesh = mesh or Mesh()
         self._cp_layout = cp_layout
         self._cp_group = compute_group(self._mesh, GroupName.ATTN_CP)
+        self.clock = PassClock(device)
 
     def run(self, step: MeshStep) -> torch.Tensor:
         """Logits [sampling rows, vocabulary] of this DP rank, in row order.
@@ -55,7 +57,9 @@ class Runner:
         """Normalised hidden states of this rank's rows, [tokens, hidden]; the cache is written."""
         part = self._part(step)
         ids = torch.tensor(part.token_ids, dtype=torch.int64, device=self._device)
-        return self.model.forward(ids, self._batch(step, part))
+        batch = self._batch(step, part)
+        self.clock.lap("prepare")
+        return self.model.forward(ids, batch)
 
     def score(self, hidden: torch.Tensor, step: MeshStep) -> torch.Tensor:
         """Logits of those rows of ``hidden`` that the step samples from, on this DP rank.

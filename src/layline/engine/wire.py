@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from layline.engine.step_times import PassTimes
 from layline.errors import RunError
 
 _LENGTH = struct.Struct(">I")
@@ -137,6 +138,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
     number: int
     ids: list[int]
     logprobs: list[tuple[float, list[tuple[int, float]]] | None]
+    times: PassTimes = PassTimes()
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):

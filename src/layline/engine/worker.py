@@ -148,10 +148,13 @@ class Rank:
     def _step(self, message: Step) -> Any:
         import torch
 
+        runner = (self.loaded.draft_model() if message.draft else self.loaded).runner
+        clock = runner.clock
+        clock.start()
         step, rows = self._steps.decode(message)
         with torch.inference_mode():
-            loaded = self.loaded.draft_model() if message.draft else self.loaded
-            logits = loaded.runner.run(step)
+            logits = runner.run(step)
+            clock.lap("execute")
             if not self.leads:
                 return None
             states = self._rows.at(step.parts[self._attn_dp], rows[self._attn_dp])
@@ -161,7 +164,9 @@ class Rank:
             except LaylineError as error:
                 # The other ranks have finished this step as well: only its tokens are missing.
                 return Refused(message.number, type(error).__name__, str(error))
-        return Tokens(message.number, ids, [packed_logprobs(one) for one in logprobs])
+        packed = [packed_logprobs(one) for one in logprobs]
+        clock.lap("sample")
+        return Tokens(message.number, ids, packed, clock.times())
 
 
 def load_rank(start: Start, store: Any = None) -> Rank:

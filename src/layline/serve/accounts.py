@@ -44,10 +44,15 @@ class Bucket:
 
 
 class Account:
-    """What one key has used. ``name`` may be logged: it does not tell the key."""
+    """What one key has used. ``name`` may be logged: it does not tell the key.
 
-    def __init__(self, name: str, settings: ServeSettings) -> None:
+    ``tenant`` comes before the salts of the key's requests, so that no other key finds what they
+    left in the cache; it is empty where there are no keys.
+    """
+
+    def __init__(self, name: str, settings: ServeSettings, tenant: str = "") -> None:
         self.name = name
+        self.tenant = tenant
         self._requests = _bucket(settings.requests_per_minute)
         self._tokens = _bucket(settings.tokens_per_minute)
 
@@ -77,9 +82,12 @@ class Accounts:
     """All who may ask."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._known = [(_digest(key), key_name(key)) for key in settings.api_keys]
-        names = [name for _, name in self._known] or ["anyone"]
-        self._accounts = {name: Account(name, settings) for name in names}
+        # The digests of two keys differ; the short names of their fingerprints might not.
+        self._known = [
+            (_digest(key), Account(key_name(key), settings, tenant_of(key)))
+            for key in settings.api_keys
+        ]
+        self._anyone = Account("anyone", settings)
 
     def of(self, authorization: str) -> Account | None:
         """The account of a request's Authorization header; None for one that is not known.
@@ -87,18 +95,23 @@ class Accounts:
         Every key is compared, whichever fits, so that the time taken tells nothing.
         """
         if not self._known:
-            return self._accounts["anyone"]
+            return self._anyone
         given = _digest(_given_key(authorization))
         found = None
-        for digest, name in self._known:
+        for digest, account in self._known:
             if hmac.compare_digest(digest, given):
-                found = self._accounts[name]
+                found = account
         return found
 
 
 def key_name(key: str) -> str:
     """What stands for a key in the log."""
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+
+def tenant_of(key: str) -> str:
+    """What stands for a key before a salt: of one length, and of no use for finding the key."""
+    return hashlib.sha256(b"layline tenant\0" + key.encode()).hexdigest()
 
 
 def unauthorized(*, page: bool) -> ApiError:

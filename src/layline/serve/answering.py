@@ -47,7 +47,7 @@ class Answering(ABC):
         self.service.require_model(self._options.model)
         check_stream(self._options)
         job = await self.prepare()
-        submissions = job.submissions()
+        submissions = job.submissions(self._account.tenant)
         if job.params.logprobs is not None:
             self._logprobs = {
                 index: PlacedLogprobs(self.service.tokenizer, each.prompt_ids)

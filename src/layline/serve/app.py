@@ -33,6 +33,7 @@ from layline.serve.requests import (
 )
 from layline.serve.responses import Detokenized, Health, Model, ModelList, Tokenized
 from layline.serve.service import Service
+from layline.serve.sites import Sites
 from layline.serve.unsupported import refuse_embeddings
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -60,8 +61,9 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    observed = Observed(app, frozenset(route.path for route in routes))
-    endpoints.metrics = Metrics(service.engine, lambda: observed.requests)
+    sites = Sites(app, service.settings)
+    observed = Observed(sites, frozenset(route.path for route in routes))
+    endpoints.metrics = Metrics(service, lambda: observed.requests)
     return observed
 
 
@@ -88,6 +90,7 @@ class Endpoints:
             Route("/metrics", self.metrics_text),
             Route("/openapi.json", self.openapi),
             Route("/status.json", self.status),
+            Route("/plan.json", self.plan),
             *[Route(path, self.page_file) for path in page.FILES],
         ]
 
@@ -163,6 +166,10 @@ class Endpoints:
     async def status(self, request: Request) -> Response:
         """The numbers of the status page."""
         return json_response(page.numbers(self._service))
+
+    async def plan(self, request: Request) -> Response:
+        """What the status page says and draws of the model."""
+        return json_response(page.plan_data(self._service))
 
     async def page_file(self, request: Request) -> Response:
         """A file of the status page."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from layline.serve import page
 from layline.serve.accounts import Accounts, unauthorized
 from layline.serve.problems import ApiError
 
@@ -25,7 +26,7 @@ class Guarded:
         account = self._accounts.of(Headers(scope=scope).get("authorization", ""))
         try:
             if account is None:
-                raise unauthorized(page=scope["path"] in ("/", "/status.json"))
+                raise unauthorized(page=scope["path"] in page.FILES)
             scope["state"]["account"] = account
             if scope["method"] == "POST":
                 account.spend_request()

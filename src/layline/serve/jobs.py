@@ -42,14 +42,14 @@ class Job:
         """Tokens of all prompts, each counted once."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
-    def submissions(self) -> list[Submission]:
-        """One for each answer, in the order of their indices."""
+    def submissions(self, tenant: str = "") -> list[Submission]:
+        """One for each answer, in the order of their indices; cached for ``tenant`` alone."""
         return [
             Submission(
                 prompt_ids=prompt.ids,
                 params=self._params(number * self.choices + choice),
                 priority=self.priority,
-                cache_salt=self.cache_salt,
+                cache_salt=f"{tenant}{self.cache_salt}",
             )
             for number, prompt in enumerate(self.prompts)
             for choice in range(self.choices)

@@ -20,6 +20,8 @@ CLOSED_BY_CLIENT = 499
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
+QUIET = frozenset({"/health", "/metrics", "/status.json"})
+"""What is asked for again and again: logged at debug only."""
 _SHOWN = 100
 
 
@@ -61,7 +63,7 @@ class Observed:
         path = scope["path"] if scope["path"] in self._paths else "other"
         self.requests[method, path, status] += 1
         account = scope["state"].get("account")
-        level = logging.DEBUG if path in ("/health", "/metrics", "/status.json") else logging.INFO
+        level = logging.DEBUG if path in QUIET else logging.INFO
         shown = scope["path"][:_SHOWN].encode("unicode_escape").decode()
         LOG.log(
             level,

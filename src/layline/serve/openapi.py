@@ -10,7 +10,7 @@ from layline import __version__
 from layline.serve import requests, responses
 
 REFERENCE = "#/components/schemas/{name}"
-BODY_PROBLEMS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+BODY_PROBLEMS = (400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
 BODIES = (
     requests.ChatRequest,
     requests.CompletionRequest,
@@ -90,13 +90,13 @@ def _embeddings() -> dict[str, Any]:
 
 def _get(answer: str) -> dict[str, Any]:
     found = {"description": "the answer", "content": _content(answer)}
-    return {"get": {"responses": {"200": found, **_problems(401, 500)}}}
+    return {"get": {"responses": {"200": found, **_problems(401, 421, 500)}}}
 
 
 def _get_text(media_type: str) -> dict[str, Any]:
     content = {media_type: {"schema": {"type": "string"}}}
     found = {"description": "the answer", "content": content}
-    return {"get": {"responses": {"200": found, **_problems(401, 500)}}}
+    return {"get": {"responses": {"200": found, **_problems(401, 421, 500)}}}
 
 
 def _model() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from layline.engine.async_engine import AsyncEngine
 from layline.errors import LaylineError, UsageError
+from layline.serve.logs import tell_notes
 from layline.serve.protocol import patient_for
 from layline.serve.settings import ServeSettings
 
@@ -124,6 +125,7 @@ class Serving:
     def engine_failed(self, error: LaylineError) -> None:
         """Say so for a while and end; from any thread."""
         LOG.error("the engine failed: %s", error)
+        tell_notes(error)
         self._status = 3
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._start, self._linger())

@@ -18,14 +18,24 @@ from layline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """One served model. ``about`` is what the status page says of it and its mesh."""
+    """One served model.
+
+    ``about`` is what the status page says and draws of it and its mesh (see page.description),
+    ``kv_bytes`` are those of the whole cache over all ranks.
+    """
 
     engine: AsyncEngine
     tokenizer: Tokenizer
     max_model_len: int
     settings: ServeSettings
     about: dict[str, Any] = field(default_factory=dict)
+    kv_bytes: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one cache block over all ranks that hold a part of it."""
+        return self.kv_bytes // max(self.engine.load.cache.blocks, 1)
 
     def require_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not this one."""

@@ -2,113 +2,101 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from ipaddress import ip_address
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from layline.config import EngineConfig
-from layline.engine.facts import ModelFacts
+from layline.config import EngineConfig, threads_of_rank
 from layline.engine.planned import ModelPlan
+from layline.serve.page.description import mesh_text
 from layline.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from layline.engine.llm import LLM
 
 MIB = 1 << 20
 
 
-def about(facts: ModelFacts, engine: EngineConfig) -> dict[str, Any]:
-    """What the status page says of the model and its mesh."""
-    return {
-        "architecture": facts.config.architecture,
-        "layers": facts.config.num_layers,
-        "weights": facts.dtype + (", quantised" if facts.packed else ""),
-        "device": engine.device,
-        "mesh": mesh_text(facts),
-        "running together": f"at most {engine.max_running * engine.attn_dp}",
-    }
-
-
-def mesh_text(facts: ModelFacts) -> str:
-    """``tp 4 = attention DP 2 x TP 2, policy ar``."""
-    topology = facts.spec.topology
-    factors = [
-        f"{name} {degree}"
-        for name, degree in (
-            ("attention DP", topology.attn_dp),
-            ("CP", topology.attn_cp),
-            ("TP", topology.attn_tp),
-        )
-        if degree > 1
-    ]
-    divided = f" = {' x '.join(factors)}" if topology.attn_tp < topology.tp else ""
-    return f"tp {topology.tp}{divided}, policy {facts.spec.policy.value}"
-
-
-def plan_lines(planned: ModelPlan, keywords: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def plan_lines(planned: ModelPlan, engine: EngineConfig) -> Iterator[tuple[str, str]]:
     """(level, line) of the model, its mesh and its memory, from the configuration alone."""
     facts = planned.facts
     quantised = ", quantised matrices kept for decode" if facts.packed else ""
     yield (
         "INFO",
         f"plan: {facts.config.architecture}, {facts.config.num_layers} layers, "
-        f"{facts.dtype}{quantised}, context {facts.max_model_len} tokens",
+        f"{facts.dtype}{quantised} ({planned.weights_format}), context "
+        f"{facts.max_model_len} tokens",
     )
     collectives = sum(1 for _ in planned.collectives())
+    policy = f"policy {facts.spec.policy.value} ({facts.policy_reason})"
     yield (
         "INFO",
-        f"plan: {mesh_text(facts)} ({facts.policy_reason}), {collectives} collectives a step",
+        f"plan: {mesh_text(facts.spec.topology)}, {policy}, {collectives} collectives a step; "
+        f"pipeline of 1 stage, layers 0 to {facts.config.num_layers - 1}",
     )
-    yield memory_line(planned, EngineConfig(**keywords))
+    yield memory_line(planned, engine)
 
 
 def memory_line(planned: ModelPlan, engine: EngineConfig) -> tuple[str, str]:
-    """(level, line) of what a rank will hold and whether all of them fit this machine."""
-    facts, found = planned.facts, planned.footprint
-    most = found.kv_per_token * facts.max_model_len * engine.max_running
-    ranks = facts.spec.topology.tp
+    """(level, line) of what a rank will hold, and whether its share of the device has room."""
+    facts, needed, room = planned.facts, planned.footprint, planned.room
+    cache = room.cache(needed.kv_per_token, facts.max_model_len, needed.weights)
+    ranks = facts.spec.topology.world_size
+    tokens = cache.num_bytes // needed.kv_per_token
     text = (
-        f"memory of each of {ranks} rank{'s' if ranks > 1 else ''}: weights "
-        f"{found.weights / MIB:,.0f} MiB as {facts.dtype}, keys and values "
-        f"{found.kv_per_token / 1024:,.1f} KiB a token as {facts.kv_dtype}: "
-        f"{most / MIB:,.0f} MiB for {engine.max_running} requests of {facts.max_model_len} tokens"
+        f"memory of each of {ranks} rank{'s' if ranks > 1 else ''}: weights {mib(needed.weights)} "
+        f"as {facts.dtype}, keys and values {mib(cache.num_bytes)} "
+        f"({needed.kv_per_token / 1024:,.1f} KiB a token as {facts.kv_dtype}, {tokens:,} tokens, "
+        f"at most {engine.max_running} requests of {facts.max_model_len:,}), slots between "
+        f"pipeline stages {mib(0)}; {mib(needed.weights + cache.num_bytes)} in all"
     )
-    if engine.kv_memory is not None:
-        most = min(most, engine.kv_memory)
-        text += f", limited to {engine.kv_memory / MIB:,.0f} MiB"
-    if engine.device != "cpu":
-        return "INFO", f"{text}; the device's memory is looked at when it loads"
-    total = physical_memory()
-    half = total // 2 // ranks
-    if engine.kv_memory is None and most > half:
-        most = half
-        text += f", limited to {half / MIB:,.0f} MiB"
-    needed = (found.weights + most) * ranks
-    fits = needed <= total
+    if cache.holds_longest is False:
+        longest = f"one request of {facts.max_model_len:,} tokens has no room"
+        return "WARNING", f"{text}: does not fit, {longest}"
+    if room.device_bytes is None:
+        return "INFO", f"{text}; the {room.device} device's memory is looked at when it loads"
+    fits = needed.weights + cache.num_bytes <= room.device_bytes
     verdict = "fits in" if fits else "does not fit in"
-    level = "INFO" if fits else "WARNING"
-    return level, f"{text}; {needed / MIB:,.0f} MiB in all {verdict} {total / MIB:,.0f} MiB"
+    share = f"{mib(room.device_bytes)} of {room.device} memory that a rank has"
+    return ("INFO" if fits else "WARNING"), f"{text}: {verdict} the {share}"
 
 
-def physical_memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def usable_kv_bytes(llm: LLM) -> int:
+    """Bytes of all cache blocks that requests can have: each attention DP rank keeps one back."""
+    blocks = llm.engine.stats().blocks
+    allocated = blocks + llm.engine_config.attn_dp
+    return llm.memory_report()["kv_cache"] * blocks // allocated
+
+
+def mib(num_bytes: int) -> str:
+    """``1,234 MiB``, with a decimal where it is small."""
+    size = num_bytes / MIB
+    return f"{size:,.1f} MiB" if 0 < size < 10 else f"{size:,.0f} MiB"
+
+
+def effective(planned: ModelPlan, engine: EngineConfig, settings: ServeSettings) -> dict[str, Any]:
+    """Every setting with the value it has, where flags left that to the model or the machine."""
+    facts = planned.facts
+    topology = facts.spec.topology
+    resolved = {
+        "dtype": facts.dtype,
+        "kv_dtype": facts.kv_dtype,
+        "threads": threads_of_rank(engine.threads, topology.world_size) * topology.world_size,
+        "dense_tp": topology.dense_tp,
+        "boundary_reduction": facts.spec.policy.value,
+        "max_model_len": facts.max_model_len,
+    }
+    return {**settings.shown(), **asdict(engine), **resolved}
 
 
 def safety_lines(settings: ServeSettings) -> Iterator[str]:
     """What an operator should know of how open the server is."""
-    if not is_loopback(settings.host) and not settings.api_keys:
+    if not settings.is_local and not settings.api_keys:
         yield (
             f"{settings.host} can be reached from other machines and no API key is set: anyone "
             "there can use this server; set --api-key-file"
         )
     if "*" in settings.cors_origins:
         yield "--cors-origin '*' lets every web site ask this server"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+    if "*" in settings.allowed_hosts:
+        yield "--allowed-host '*' lets web sites reach this server under names of their own"

@@ -13,7 +13,7 @@ from layline.cli import session
 from layline.cli.main import main
 from layline.engine.output import GenerationOutput, StreamChunk, Timing, Usage
 from layline.engine.scheduler import SchedulerStats
-from layline.errors import PromptError
+from layline.errors import LaylineError, PromptError
 
 
 @dataclass
@@ -31,12 +31,16 @@ class FakeLLM:
     finished: int = 0
     ended: int = 0
     peaks: list[int] = field(default_factory=list)
+    lost: Callable[[], LaylineError | None] = lambda: None
 
     def __enter__(self) -> FakeLLM:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ended += 1
+
+    def failure(self) -> LaylineError | None:
+        return self.lost()
 
     def worker_peaks(self) -> list[int]:
         return self.peaks

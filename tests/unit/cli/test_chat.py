@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import pty
-import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.terminal import Terminal
 
 HERE = Path(__file__).parent
 
@@ -153,68 +152,9 @@ def test_model_may_be_an_argument_or_an_option(talk: Any, loader: Any) -> None:
     assert [model for model, _ in loader.opened] == ["a", "b", "c", "smollm2-135m"]
 
 
-class Terminal:
-    """A ``layline chat`` of its own on a pseudo-terminal."""
-
-    def __init__(self) -> None:
-        self.master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "chat_on_fake.py")],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            preexec_fn=take_terminal,  # noqa: PLW1509 - no thread runs here
-            cwd=HERE,
-        )
-        os.close(slave)
-        self.seen = ""
-
-    def type(self, text: str) -> None:
-        """What a person types; ``\\x03`` is Ctrl-C and ``\\x04`` Ctrl-D."""
-        os.write(self.master, text.encode())
-
-    def wait_for(self, text: str) -> None:
-        """Read until ``text`` appears after what was waited for before."""
-        deadline = time.monotonic() + 20
-        while text not in self.seen:
-            ready, _, _ = select.select([self.master], [], [], deadline - time.monotonic())
-            assert ready, f"no {text!r} in {self.seen!r}"
-            self.seen += os.read(self.master, 4096).decode()
-        self.seen = self.seen.split(text, 1)[1]
-
-    def press_until(self, key: str, text: str) -> None:
-        """Press ``key`` until ``text`` appears.
-
-        A signal that reaches Python's line editor just before it waits is seen at the next key, as
-        a person would press Ctrl-C again.
-        """
-        for _ in range(40):
-            self.type(key)
-            ready, _, _ = select.select([self.master], [], [], 0.5)
-            if ready:
-                break
-        self.wait_for(text)
-
-    def close(self) -> None:
-        """End the process if it still runs."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self.master)
-
-
-def take_terminal() -> None:
-    """Make the slave the controlling terminal, which is what turns Ctrl-C into a signal."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
-    made = Terminal()
+    made = Terminal([sys.executable, str(HERE / "chat_on_fake.py")], HERE)
     yield made
     made.close()
 

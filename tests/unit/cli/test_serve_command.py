@@ -13,9 +13,9 @@ import pytest
 from layline.cli.options import RunOptions
 from layline.cli.serve import ServeOptions, announce, require_packages, served_name
 from layline.errors import UsageError
+from layline.serve.hosts import is_loopback
 from layline.serve.server import bind, url_of
 from layline.serve.settings import ServeSettings
-from layline.serve.summary import is_loopback
 from support.serving import save_talker
 
 
@@ -91,11 +91,17 @@ def test_the_plan_and_the_memory_are_told_before_loading(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = lines(caplog, checkpoint, kv=1 << 20, api_keys=("secret-key",))
-    assert "INFO plan: LlamaForCausalLM, 3 layers, float32, context 256 tokens" in text
+    assert (
+        "INFO plan: LlamaForCausalLM, 3 layers, float32 (safetensors: 23 F32), context 256" in text
+    )
+    assert "pipeline of 1 stage, layers 0 to 2" in text
     assert "INFO plan: tp 2, policy" in text
     # 3 layers x keys and values x 1 of 2 heads x 8 values x 4 bytes.
-    assert "keys and values 0.2 KiB a token as float32" in text
-    assert "limited to 1 MiB" in text
+    assert (
+        "keys and values 0.8 MiB (0.2 KiB a token as float32, 4,112 tokens, at most 16 requests"
+        in text
+    )
+    assert "slots between pipeline stages 0 MiB" in text
     assert "fits in" in text
     assert "kv_memory=1048576" in text
     assert "secret-key" not in text
@@ -111,17 +117,36 @@ def test_quantised_keys_are_counted_with_their_scales(
         announce(str(checkpoint), RunOptions(kv_dtype="int8", tp=2), ServeSettings())
     text = "\n".join(record.getMessage() for record in caplog.records)
     # 3 layers x keys and values x 1 of 2 heads x (8 values and a scale of 2 bytes): 60 bytes.
-    assert "keys and values 0.1 KiB a token as int8: 0 MiB for 16 requests" in text
+    assert "keys and values 0.2 MiB (0.1 KiB a token as int8, 4,112 tokens" in text
 
 
 def test_what_does_not_fit_is_a_warning(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("layline.serve.summary.physical_memory", lambda: 1 << 16)
+    monkeypatch.setattr("layline.engine.room.cpu_bytes", lambda: 1 << 16)
     text = lines(caplog, checkpoint, kv=1 << 20)
     (line,) = [line for line in text.splitlines() if "memory of each" in line]
     assert line.startswith("WARNING")
-    assert "does not fit in" in line
+    assert "does not fit in the 0.0 MiB of cpu memory that a rank has" in line
+    text = lines(caplog, checkpoint, kv=1 << 10)
+    (line,) = [line for line in text.splitlines() if "memory of each" in line]
+    assert line.startswith("WARNING")
+    assert line.endswith("does not fit, one request of 256 tokens has no room")
+
+
+def test_the_configuration_is_the_effective_one(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines(caplog, checkpoint, kv=None, port=1234)
+    (told,) = [record.fields for record in caplog.records if hasattr(record, "fields")]  # type: ignore[attr-defined]
+    shown = told["configuration"]
+    assert shown["port"] == 1234
+    assert shown["model"] == str(checkpoint)
+    # What the flags left open has the value that it will have.
+    assert (shown["dtype"], shown["kv_dtype"]) == ("float32", "float32")
+    assert (shown["max_model_len"], shown["dense_tp"], shown["tp"]) == (256, 2, 2)
+    assert shown["threads"] >= 2
+    assert shown["boundary_reduction"] != "auto"
 
 
 def test_an_open_server_is_a_warning(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
-from layline.serve.accounts import Accounts, Bucket, key_name
+from layline.serve.accounts import Accounts, Bucket, key_name, tenant_of
+from layline.serve.page import FILES
 from layline.serve.problems import ApiError
 from layline.serve.settings import ServeSettings
 from support.serving import NAME, client_on, service_on
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": NAME, "prompt": "w1", "max_tokens": 2}
-PATHS = ["/", "/metrics", "/status.json", "/status.js", "/v1/models", "/openapi.json", "/nothing"]
+PATHS = [
+    *("/", "/metrics", "/status.json", "/plan.json", "/page/main.js", "/page/style.css"),
+    *("/v1/models", "/openapi.json", "/nothing"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,10 @@ def test_health_is_open_and_completions_are_not(locked: Any) -> None:
 
 
 def test_a_browser_gives_the_key_as_a_password(locked: Any) -> None:
-    assert locked.get("/").headers["www-authenticate"].startswith("Basic ")
+    for path in FILES:
+        assert locked.get(path).headers["www-authenticate"].startswith("Basic ")
+    # Scripts ask again and again, and must not bring the dialog up each time.
+    assert locked.get("/status.json").headers["www-authenticate"] == "Bearer"
     assert locked.get("/", auth=("", "first")).status_code == 200
     assert locked.get("/", auth=("first", "")).status_code == 401
     assert locked.get("/", headers={"authorization": "Basic !"}).status_code == 401
@@ -137,3 +144,42 @@ def test_other_sites_may_ask_only_when_named(client: Any, llm: Any) -> None:
         refused = asked.post(COMPLETIONS, json=BODY, headers=site)
         assert refused.status_code == 401, "a preflight lets nobody in"
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def cached(client: Any, prompt: list[int], key: str | None = None, **fields: Any) -> int:
+    """How many tokens of the prompt were found in the cache, as the answer says."""
+    headers = {} if key is None else bearer(key)
+    body = {**BODY, "prompt": prompt, **fields}
+    usage = client.post(COMPLETIONS, json=body, headers=headers).json()["usage"]
+    found: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def test_a_key_finds_nothing_of_what_another_left_in_the_cache(locked: Any, client: Any) -> None:
+    prompt = [11 * n % 190 + 3 for n in range(40)]
+    assert cached(locked, prompt, "first") == 0
+    assert cached(locked, prompt, "first") == 32, "its own it finds, or the test shows nothing"
+    assert cached(locked, prompt, "second") == 0
+    # Naming the other's tenant as a salt does not help: the own one stands before it.
+    for salt in (tenant_of("first"), "first", key_name("first")):
+        assert cached(locked, prompt, "second", cache_salt=salt) == 0
+        assert cached(locked, prompt, "second", cache_salt=salt) == 32
+    assert cached(locked, prompt, "first", cache_salt="s") == 0
+    assert cached(locked, prompt, "second", cache_salt="s") == 0
+    assert cached(locked, prompt, "second") == 32
+    # Where there are no keys everybody shares.
+    cached(client, prompt)
+    assert cached(client, prompt) == 32
+
+
+def test_a_tenant_does_not_tell_its_key() -> None:
+    accounts = Accounts(ServeSettings(api_keys=("a" * 40, "b")))
+    found = [accounts.of(f"Bearer {key}") for key in ("a" * 40, "b")]
+    tenants = {account.tenant for account in found if account is not None}
+    assert len(tenants) == 2
+    # One length: a key and a salt cannot be taken for another key and another salt.
+    assert {len(tenant) for tenant in tenants} == {64}
+    assert not any("a" * 40 in tenant for tenant in tenants)
+    nobody = Accounts(ServeSettings()).of("")
+    assert nobody is not None
+    assert nobody.tenant == ""

@@ -45,7 +45,7 @@ PATHS = [
 def schema(checkpoint: tuple[Path, Any]) -> Iterator[Any]:
     # A short context: a document that allows any max_tokens asks for many.
     llm = LLM(str(checkpoint[0]), threads=1, max_model_len=24)
-    with service_on(llm) as service:
+    with service_on(llm, allowed_hosts=("testserver", "localhost")) as service:
         yield schemathesis.openapi.from_asgi("/openapi.json", build_app(service))
 
 

@@ -144,7 +144,7 @@ def raw(server: Server) -> socket.socket:
 
 def post(body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -214,7 +214,7 @@ def test_late_headers_and_bodies_end_the_connection(checkpoint: Any, tmp_path: P
                 assert sock.recv(100) == b"", "closed without a word"
         with raw(server) as sock:
             # A second head on a connection that is kept: its first byte starts the clock again.
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while b'"ok"' not in answer:
                 answer += sock.recv(4096)
@@ -338,6 +338,30 @@ def test_a_lost_rank_is_told_to_every_client(
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
         assert server.process.wait(15) == 3
         assert not any(rank.is_running() for rank in ranks)
+
+
+def test_ranks_report_their_times_and_are_named_in_the_log(checkpoint: Any, tmp_path: Path) -> None:
+    with serving(checkpoint[0], tmp_path, *FLAGS, "--tp", "2", "--log-json") as server:
+        found = server.metrics()
+        blocks = found["layline_kv_blocks"]
+        # 3 layers, keys and values, 2 heads of 8 FP32 values, 16 tokens; each rank has one head.
+        assert found["layline_kv_bytes"] == blocks * 3 * 2 * 2 * 8 * 4 * 16
+        sdk(server).completions.create(model=NAME, prompt="w1", max_tokens=5)
+        wait_for(lambda: is_idle(server))
+        after = server.metrics()
+        steps = after["layline_steps_total"]
+        assert steps >= 1
+        parts = ("schedule", "prepare", "execute", "sample", "wire", "deliver")
+        for label in [*[f'part_seconds_count{{part="{part}"}}' for part in parts]]:
+            wait_for(lambda name=label: server.metrics()[f"layline_step_{name}"] == steps)
+        assert after['layline_stage_seconds_count{stage="0"}'] == steps
+        for part in ("prepare", "execute", "sample"):
+            assert after[f'layline_step_part_seconds_sum{{part="{part}"}}'] > 0
+        server.stop()
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        loaded = [line["rank"] for line in lines if "of weights" in line["message"]]
+        assert [rank for rank in loaded if rank is not None] == [0, 1]
+        assert any(line["message"].startswith("loaded in ") for line in lines)
 
 
 def test_a_rank_that_dies_while_nothing_runs(checkpoint: Any, tmp_path: Path) -> None:

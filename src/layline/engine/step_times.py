@@ -1,0 +1,83 @@
+"""How long the parts of a step take on the host, and each pipeline stage where it runs.
+
+No torch here. One thread writes; others may read and see numbers that are at most a step old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+import msgspec
+
+from layline.engine.statistics import Histogram
+
+PARTS = ("draft", "schedule", "prepare", "execute", "sample", "wire", "deliver")
+"""``wire`` is what a step of other processes takes besides their own three parts, ``draft`` all
+that guessing tokens takes."""
+PART_BOUNDS = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+"""Upper bounds in seconds: the host's parts take some ten microseconds."""
+
+
+class PassTimes(msgspec.Struct, array_like=True, frozen=True):
+    """Seconds of one rank's pass: the batch built, the layers and the head run, tokens drawn.
+
+    ``stages`` has (pipeline stage, seconds on its device) of the stages that the rank runs. On a
+    CUDA device the three parts are the host's: ``execute`` launches, ``sample`` waits for the ids.
+    """
+
+    prepare: float = 0.0
+    execute: float = 0.0
+    sample: float = 0.0
+    stages: list[tuple[int, float]] = []
+
+    @property
+    def total(self) -> float:
+        """All three parts."""
+        return self.prepare + self.execute + self.sample
+
+
+class StepTimes:
+    """Histograms of the parts of steps, by name, and of stages, by number; all in seconds."""
+
+    def __init__(self) -> None:
+        self.parts = {name: Histogram(PART_BOUNDS) for name in PARTS}
+        self.stages: dict[int, Histogram] = {}
+        self._open: dict[str, float] = {}
+
+    def add(self, part: str, seconds: float) -> None:
+        """More time of a part of the step that runs; a part may come in several pieces."""
+        self._open[part] = self._open.get(part, 0.0) + seconds
+
+    def since(self, part: str, begin: float) -> None:
+        """As :meth:`add`, from a value of ``perf_counter`` until now."""
+        self.add(part, perf_counter() - begin)
+
+    def add_passes(self, passes: Iterable[PassTimes], waited: float | None = None) -> None:
+        """What the ranks of this step report; of several the slowest counts.
+
+        ``waited`` is how long this process waited for ranks in other processes.
+        """
+        found = list(passes)
+        if not found:
+            return
+        slowest = max(found, key=lambda each: each.total)
+        for part in ("prepare", "execute", "sample"):
+            self.add(part, getattr(slowest, part))
+        if waited is not None:
+            self.add("wire", max(0.0, waited - slowest.total))
+        stages: dict[int, float] = {}
+        for each in found:
+            for stage, seconds in each.stages:
+                stages[stage] = max(seconds, stages.get(stage, 0.0))
+        for stage, seconds in stages.items():
+            self.stages.setdefault(stage, Histogram(PART_BOUNDS)).observe(seconds)
+
+    def end_step(self) -> None:
+        """Count what was added since the last call as one step's."""
+        ended, self._open = self._open, {}
+        for part, seconds in ended.items():
+            self.parts[part].observe(seconds)

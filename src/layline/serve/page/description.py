@@ -1,0 +1,144 @@
+"""What the status page says and draws of a served model, from its plan alone. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from layline.boundary.planning.show import LEGEND, Line
+from layline.config import EngineConfig
+from layline.engine.planned import ModelPlan
+from layline.models.footprint import footprint
+from layline.topology import GroupName, Topology
+
+ATTENTION_GROUPS = (GroupName.TP, GroupName.ATTN_DP, GroupName.ATTN_CP, GroupName.ATTN_TP)
+
+
+def describe(
+    planned: ModelPlan, engine: EngineConfig, fence: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Plain data that JSON can hold: the model, the mesh, the pipeline, a layer, the memory.
+
+    ``fence`` are the layers at which pipeline stages begin, and the number of layers; without it
+    there is one stage.
+    """
+    topology = planned.spec.topology
+    return {
+        "facts": model_facts(planned, engine),
+        "mesh": {
+            "ranks": [rank_data(topology.at(rank)) for rank in range(topology.world_size)],
+            "groups": groups(topology),
+        },
+        "pipeline": pipeline(topology, fence or (0, planned.facts.config.num_layers)),
+        "lines": [line_data(line, times) for line, times in planned.distinct.items()],
+        "legend": LEGEND,
+        "memory": memory(planned),
+    }
+
+
+def model_facts(planned: ModelPlan, engine: EngineConfig) -> dict[str, str]:
+    """Names and values as a person reads them."""
+    facts = planned.facts
+    config, topology = facts.config, planned.spec.topology
+    parameters = footprint(config, Topology(), 1, 1).weights
+    kept = ", kept quantised" if facts.packed else ""
+    heads = f"{config.num_heads} heads, {config.num_kv_heads} for keys and values"
+    return {
+        "architecture": config.architecture,
+        "parameters": f"{parameters / 1e6:,.{0 if parameters > 1e7 else 2}f} million",
+        "layers": f"{config.num_layers} of {config.hidden_size} hidden",
+        "attention": f"{heads}, of {config.head_dim}",
+        "feed-forward": f"{config.intermediate_size:,} wide",
+        "vocabulary": f"{config.vocab_size:,} tokens",
+        "context": f"{facts.max_model_len:,} tokens",
+        "weights": f"{planned.weights_format}{kept}",
+        "computed in": facts.dtype,
+        "keys and values": facts.kv_dtype,
+        "device": engine.device,
+        "mesh": mesh_text(topology),
+        "sums of outputs": f"{planned.spec.policy.value} ({facts.policy_reason})",
+        "running together": f"at most {engine.max_running * engine.attn_dp}",
+        "prefix cache": "shared" if engine.prefix_cache and facts.shares_prefixes else "off",
+    }
+
+
+def mesh_text(topology: Topology) -> str:
+    """``tp 4 = attention DP 2 x TP 2``."""
+    factors = [
+        f"{name} {degree}"
+        for name, degree in (
+            ("attention DP", topology.attn_dp),
+            ("CP", topology.attn_cp),
+            ("TP", topology.attn_tp),
+        )
+        if degree > 1
+    ]
+    divided = f" = {' x '.join(factors)}" if topology.attn_tp < topology.tp else ""
+    return f"tp {topology.tp}{divided}"
+
+
+def rank_data(topology: Topology) -> dict[str, int]:
+    """A rank and its coordinates."""
+    here = topology.coordinates
+    return {
+        "rank": topology.rank,
+        "stage": here.pp,
+        "attn_dp": here.attn_dp,
+        "attn_cp": here.attn_cp,
+        "attn_tp": here.attn_tp,
+    }
+
+
+def groups(topology: Topology) -> list[dict[str, Any]]:
+    """Every kind of group with more than one rank, and the ranks of each of its groups."""
+    names = list(ATTENTION_GROUPS)
+    if topology.ep > 1:
+        names += [GroupName.MOE_EP, GroupName.MOE_TP]
+    if topology.pp > 1:
+        names.append(GroupName.PP)
+    found = []
+    for name in names:
+        if topology.size(name) > 1:
+            every = {topology.at(rank).group(name) for rank in range(topology.world_size)}
+            found.append({"name": name.value, "groups": sorted(every)})
+    return found
+
+
+def pipeline(topology: Topology, fence: Sequence[int]) -> list[dict[str, Any]]:
+    """The pipeline stages in order: layers ``first`` up to ``end``, and the ranks that run them.
+
+    A rank runs neighbouring stages where there are more stages than pipeline ranks.
+    """
+    stages = len(fence) - 1
+    found = []
+    for stage, (first, end) in enumerate(pairwise(fence)):
+        begin = stage * topology.pp // stages * topology.tp
+        found.append({"first": first, "end": end, "ranks": list(range(begin, begin + topology.tp))})
+    return found
+
+
+def line_data(line: Line, times: int) -> dict[str, Any]:
+    """A boundary or a compute's own collectives, with how often a step has it."""
+    return {
+        "name": line.name,
+        "times": times,
+        "is_boundary": not line.compute,
+        "rows": list(line.rows),
+        "owed": line.owed,
+        "early": [step.text for step in (*line.compute, *line.exit)],
+        "late": [step.text for step in line.prepare],
+        "collectives": len(line.collectives),
+        "reason": line.reason,
+    }
+
+
+def memory(planned: ModelPlan) -> dict[str, Any]:
+    """Bytes of one rank as planned. ``device_bytes`` is its share, None where that is unknown."""
+    needed, room = planned.footprint, planned.room
+    cache = room.cache(needed.kv_per_token, planned.facts.max_model_len, needed.weights)
+    return {
+        "weights_bytes": needed.weights,
+        "cache_bytes": cache.num_bytes,
+        "device_bytes": room.device_bytes,
+    }
