@@ -1,7 +1,7 @@
 """Layline: an LLM inference engine built around what crosses a line.
 
-Importing this package imports neither torch nor transformers; ``LLM`` and ``SamplingParams``
-are loaded when first used.
+Importing this package imports neither torch nor transformers; ``LLM``, ``SamplingParams`` and
+``Grammar`` are loaded when first used.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from layline.engine.llm import LLM
+    from layline.grammar import Grammar
     from layline.sampling import SamplingParams
 
 __version__ = "0.1.0.dev0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
 
 
 def __dir__() -> list[str]:
@@ -29,4 +30,8 @@ def __getattr__(name: str) -> object:
         from layline.sampling import SamplingParams
 
         return SamplingParams
+    if name == "Grammar":
+        from layline.grammar import Grammar
+
+        return Grammar
     raise AttributeError(f"module 'layline' has no attribute {name!r}")

@@ -16,6 +16,7 @@ from numbers import Real
 from typing import Any, SupportsIndex
 
 from layline.errors import SamplingError
+from layline.grammar import Grammar
 
 GREEDY_BELOW = 1e-5
 """A temperature below this picks the most likely token: dividing by it would only overflow."""
@@ -65,6 +66,10 @@ class SamplingParams:
         logprobs: alternatives to report beside each chosen token (0 to 20; 0 reports only the
             chosen one, None nothing).
         skip_special: leave special tokens out of the text.
+        grammar: what the text must look like. The end-of-sequence id can be chosen exactly where
+            the text is complete, and only there where nothing can follow under ``min_tokens`` and
+            ``ignore_eos``, which then ends it too. Stop strings and ids cut the text as they always
+            do; banned ids stay banned, bias and penalties weigh what the grammar leaves.
 
     Raises:
         SamplingError: a value is of the wrong type or outside its range.
@@ -88,6 +93,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     skip_special: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -103,6 +109,8 @@ class SamplingParams:
             self._set("seed", _integer("seed", self.seed, -_SEED_LIMIT, _SEED_LIMIT - 1))
         if self.logprobs is not None:
             self._set("logprobs", _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS))
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise SamplingError(f"grammar is {type(self.grammar).__name__}; expected a Grammar")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -148,6 +156,11 @@ class SamplingParams:
         return (
             self.needs_repetition or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether what may be drawn depends on every earlier token, so each must be read first."""
+        return self.needs_penalties or self.grammar is not None
 
 
 def fresh_seed() -> int:

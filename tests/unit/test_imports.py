@@ -27,12 +27,18 @@ ORDER = (
     {"text"},
     {"weights"},
     {"config", "sampling"},
+    {"grammar"},
     {"topology"},
     {"errors"},
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 # Public names that the package's __init__ offers, by the package that defines them.
-LAZY = {"LLM": "engine", "SamplingParams": "sampling", "__version__": "errors"}
+LAZY = {
+    "LLM": "engine",
+    "SamplingParams": "sampling",
+    "Grammar": "grammar",
+    "__version__": "errors",
+}
 
 TORCH_FREE = (
     "layline",
@@ -57,6 +63,7 @@ TORCH_FREE = (
     "layline.engine.statistics",
     "layline.engine.waiting",
     "layline.errors",
+    "layline.grammar",
     "layline.models",
     "layline.models.collectives",
     "layline.models.config",
@@ -71,6 +78,7 @@ TORCH_FREE = (
     "layline.serve.server",
     "layline.serve.summary",
     "layline.text",
+    "layline.text.constraint",
     "layline.text.tokenizer",
     "layline.topology",
     "layline.weights",

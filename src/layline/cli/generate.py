@@ -12,6 +12,7 @@ from layline.cli import session
 from layline.cli.input import require_stdin, stdin_bytes, utf8
 from layline.cli.options import MODEL_HELP, RunOptions, SamplingOptions
 from layline.cli.output import note, size_text, write, write_json
+from layline.cli.structured import StructuredOptions
 from layline.config import DEFAULT_MODEL
 from layline.engine.memory import peak_bytes
 from layline.errors import RunError
@@ -48,6 +49,7 @@ def generate(
     ],
     output: OutputOptions,
     sampling: SamplingOptions,
+    structured: StructuredOptions,
     run: RunOptions,
 ) -> int:
     """Generate text after PROMPT. Greedy unless --temperature says otherwise."""
@@ -55,7 +57,7 @@ def generate(
     if status is not None:
         return status
     text = prompt_text(prompt)
-    params = sampling.params()
+    params = sampling.params(structured.chosen())
     with session.open_llm(output.model, run) as llm:
         chunks = answer(llm, text, params, chat=output.chat)
         result = finish(chunks, show=output.stream and not output.json)

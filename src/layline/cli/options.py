@@ -25,6 +25,7 @@ from layline.config import (
 from layline.errors import SamplingError
 
 if TYPE_CHECKING:
+    from layline.grammar import Grammar
     from layline.sampling import SamplingParams
 
 # What SamplingParams takes.
@@ -306,13 +307,13 @@ class SamplingOptions:
         ),
     ] = field(default_factory=list)
 
-    def params(self) -> SamplingParams:
+    def params(self, grammar: Grammar | None = None) -> SamplingParams:
         """The ``SamplingParams`` for one request. Raises SamplingError."""
         from layline.sampling import SamplingParams
 
         values = asdict(self)
         try:
-            return SamplingParams(**{**values, "stop": tuple(values["stop"])})
+            return SamplingParams(**{**values, "stop": tuple(values["stop"])}, grammar=grammar)
         except SamplingError as error:
             raise SamplingError(as_flag(str(error), values)) from None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from layline.engine.request import Request
 from layline.errors import LaylineError
 from layline.sampling import SamplingParams, TokenLogprobs
+from layline.text.constraint import Constraint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,13 +21,14 @@ class Submission:
     """One request to be: its prompt's token ids, and how to continue it.
 
     Those of a higher ``priority`` are admitted first; only those with the same ``cache_salt``
-    share cached beginnings of prompts.
+    share cached beginnings of prompts. ``shown_ids`` are in the text although they are special.
     """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    shown_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Part:
     index: int
     submission: Submission
     arrived: float
+    constraint: Constraint | None = None
     request: Request | None = None
     last_token: float = 0.0
     num_tokens: int = 0

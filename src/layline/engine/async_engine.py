@@ -17,6 +17,7 @@ from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from layline.engine.answers import AnswerStream, Chunk, Part, Submission
+from layline.engine.compiling import CompileThreads
 from layline.engine.core import Engine
 from layline.engine.load import EngineLoad, cache_load
 from layline.engine.statistics import EngineStatistics
@@ -68,6 +69,7 @@ class AsyncEngine:
         self._on_failure = on_failure
         # Looking at the engine waits for its step, so only the thread that runs steps does.
         self._cache = cache_load(self._engine)
+        self._compiling = CompileThreads(self._engine.compile)
         self._condition = threading.Condition()
         self._inbox: deque[_Arrival] = deque()
         self._open: list[Part] = []
@@ -104,18 +106,32 @@ class AsyncEngine:
         many are open, StoppingError when the engine ends, and its failure when it has failed.
         """
         stream = AnswerStream(submissions, perf_counter(), self._abort)
-        accepted = stream.loop.create_future()
         with self._condition:
             self._check(len(submissions))
             self._num_open += stream.num_open
-            self._inbox.append(_Arrival(stream, accepted))
-            self._condition.notify()
+        try:
+            await self._compile(stream)
+            with self._condition:
+                self._check_runs()
+                accepted = stream.loop.create_future()
+                self._inbox.append(_Arrival(stream, accepted))
+                self._condition.notify()
+        except BaseException:
+            self._release(stream, len(stream.parts))
+            raise
         try:
             await accepted
         except BaseException:
             stream.abort()
             raise
         return stream
+
+    async def _compile(self, stream: AnswerStream) -> None:
+        """Give the parts of a stream their compiled grammars. Raises SamplingError."""
+        grammars = [p.submission.params.grammar for p in stream.parts]
+        found = await self._compiling.compile(one for one in grammars if one is not None)
+        for part, grammar in zip(stream.parts, grammars, strict=True):
+            part.constraint = found.get(grammar) if grammar is not None else None
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no new requests and wait for the open ones; True when all of them finished.
@@ -145,9 +161,14 @@ class AsyncEngine:
             self._condition.notify()
         self._thread.join()
 
-    def _check(self, count: int) -> None:
+    def _check_runs(self) -> None:
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args) from self._failure
+        if self._closed:
+            raise StoppingError("the server is stopping")
+
+    def _check(self, count: int) -> None:
+        self._check_runs()
         if self._stopping:
             raise StoppingError("the server is stopping and takes no new requests")
         if self._max_open is not None and self._num_open + count > self._max_open:
@@ -216,6 +237,8 @@ class AsyncEngine:
                     given.params,
                     priority=given.priority,
                     cache_salt=given.cache_salt,
+                    shown_ids=given.shown_ids,
+                    constraint=part.constraint,
                 )
         except Exception as error:
             for part in stream.parts:

@@ -16,7 +16,9 @@ from layline.engine.speculation.speculation import Speculation
 from layline.engine.speculation.verify import is_verified
 from layline.engine.step_times import StepTimes
 from layline.errors import PromptError, RunError
+from layline.grammar import Grammar
 from layline.sampling import SamplingParams, fresh_seed
+from layline.text.constraint import Constraint, ConstraintCompiler
 from layline.text.detokenize import IncrementalDecoder
 from layline.text.stop import StopMatcher
 
@@ -40,6 +42,7 @@ class Engine:
         self._scheduler = scheduler
         self._executor = executor
         self._speculation = speculation
+        self._constraints = ConstraintCompiler(model.tokenizer)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._in_step = False
@@ -69,6 +72,13 @@ class Engine:
         with self._lock:
             return self._scheduler.stats
 
+    def compile(self, grammar: Grammar) -> Constraint:
+        """Compile a grammar for this model's vocabulary; any thread may do so, and steps go on.
+
+        Raises SamplingError for one that cannot be followed.
+        """
+        return self._constraints.compile(grammar)
+
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -76,25 +86,32 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        shown_ids: frozenset[int] = frozenset(),
+        constraint: Constraint | None = None,
     ) -> Request:
         """Queue a request. Raises PromptError or SamplingError for one that can never run.
 
         Those with a higher ``priority`` are admitted first; only those with the same ``cache_salt``
-        share cached beginnings of prompts.
+        share cached beginnings of prompts. ``shown_ids`` are in the text although they are special.
+        ``constraint`` is the compiled grammar of ``params``; without it it is compiled here.
         """
         self._check_open()
+        if params.grammar is not None and constraint is None:
+            constraint = self.compile(params.grammar)
         room = self._model.facts.max_model_len - len(prompt_ids)
         self._check_prompt(prompt_ids, room)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         tokenizer = self._model.tokenizer
         end_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        if not params.ignore_eos or constraint is not None:
             end_ids |= tokenizer.eos_ids
         request = Request(
             request_id=next(self._ids),
             prompt_ids=tuple(prompt_ids),
             params=params,
-            decoder=IncrementalDecoder(tokenizer, prompt_ids, skip_special=params.skip_special),
+            decoder=IncrementalDecoder(
+                tokenizer, prompt_ids, skip_special=params.skip_special, shown_ids=shown_ids
+            ),
             stops=StopMatcher(params.stop, include_in_output=params.include_stop_in_output),
             end_ids=end_ids,
             most_tokens=most,
@@ -108,6 +125,7 @@ class Engine:
             prompt_ids=request.prompt_ids,
             eos_ids=tokenizer.eos_ids,
             banned_ids=tokenizer.unused_ids,
+            constraint=constraint,
         )
         with self._lock:
             self._scheduler.add(request)

@@ -15,6 +15,7 @@ from layline.engine.step import MeshStep, RankStep
 from layline.errors import LaylineError
 from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams, TokenLogprobs
+from layline.text.constraint import Constraint
 
 Token = tuple[int, TokenLogprobs | None]
 
@@ -29,9 +30,16 @@ class RowSpec:
     prompt_ids: Sequence[int]
     eos_ids: frozenset[int]
     banned_ids: frozenset[int]
+    constraint: Constraint | None = None
 
     def state(self) -> RowState:
-        """A fresh state. Raises SamplingError for parameters that name ids which do not exist."""
+        """A fresh state. Raises SamplingError for parameters that name ids which do not exist.
+
+        It follows a grammar where there is a ``constraint``: compiled in the process it is used in.
+        """
+        grammar = None
+        if self.constraint is not None:
+            grammar = self.constraint.follow(self.params.stop_token_ids)
         return RowState(
             self.params,
             seed=self.seed,
@@ -39,6 +47,7 @@ class RowSpec:
             prompt_ids=self.prompt_ids,
             eos_ids=self.eos_ids,
             banned_ids=self.banned_ids,
+            grammar=grammar,
         )
 
 

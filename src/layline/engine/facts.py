@@ -81,6 +81,15 @@ def open_model(engine: EngineConfig) -> tuple[ServedModel, Checkpoint]:
         raise
 
 
+def read_tokenizer(engine: EngineConfig) -> Tokenizer:
+    """The tokenizer of the model that ``engine`` names, and nothing else of it."""
+    checkpoint = open_checkpoint(engine.model, seed=engine.seed)
+    try:
+        return load_tokenizer(checkpoint)
+    finally:
+        checkpoint.close()
+
+
 def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
     """The facts of a run. Raises UsageError when the configuration does not fit the model."""
     config = family_of(checkpoint.config).parse(checkpoint.config)

@@ -14,10 +14,13 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from layline.config import EngineConfig
 from layline.engine.executor import RowSpec, SamplingRows
+from layline.engine.facts import read_tokenizer
 from layline.engine.memory import peak_bytes
 from layline.engine.step_codec import StepDecoder
 from layline.engine.wire import (
@@ -42,7 +45,9 @@ from layline.engine.wire import (
     WireError,
 )
 from layline.errors import LaylineError
+from layline.grammar import Grammar
 from layline.sampling import SamplingParams, TokenLogprobs
+from layline.text.constraint import ConstraintCompiler
 
 if TYPE_CHECKING:
     from layline.comm.groups import Groups
@@ -113,13 +118,14 @@ class Rank:
         self._rows = SamplingRows()
         self._steps = StepDecoder()
         self._sampler = Sampler()
+        self._constraints: ConstraintCompiler | None = None
 
     def answer(self, message: Any) -> Any:
         """Carry out one message; the reply, or None. Raises what makes the rank unusable."""
         if isinstance(message, Step):
             return self._step(message)
         if isinstance(message, Admit):
-            self._rows.admit(message.request_id, spec_of(message))
+            self._rows.admit(message.request_id, self._constrained(spec_of(message)))
         elif isinstance(message, Release):
             self._rows.release(message.request_id)
         elif isinstance(message, Bind):
@@ -130,6 +136,18 @@ class Rank:
         elif isinstance(message, AskCollectives):
             return self._collectives()
         return None
+
+    def _constrained(self, spec: RowSpec) -> RowSpec:
+        """The row with its grammar compiled; the driver has compiled it before and found it good.
+
+        Only then does a rank read the vocabulary.
+        """
+        if spec.params.grammar is None:
+            return spec
+        if self._constraints is None:
+            engine = EngineConfig(**self._start.engine)
+            self._constraints = ConstraintCompiler(read_tokenizer(engine))
+        return replace(spec, constraint=self._constraints.compile(spec.params.grammar))
 
     def _collectives(self) -> Collectives:
         records = [] if self._recorder is None else list(self._recorder.records)
@@ -256,13 +274,19 @@ def report(connection: Connection, error: Exception) -> None:
 def spec_of(message: Admit) -> RowSpec:
     """The row of an admitted request."""
     return RowSpec(
-        params=SamplingParams(**message.params),
+        params=params_of(message.params),
         seed=message.seed,
         valid_vocab=message.valid_vocab,
         prompt_ids=message.prompt_ids,
         eos_ids=frozenset(message.eos_ids),
         banned_ids=frozenset(message.banned_ids),
     )
+
+
+def params_of(fields: Mapping[str, Any]) -> SamplingParams:
+    """Parameters from their fields as a message carries them."""
+    grammar = fields.get("grammar")
+    return SamplingParams(**{**fields, "grammar": grammar and Grammar(**grammar)})
 
 
 def packed_logprobs(found: TokenLogprobs | None) -> tuple[float, list[tuple[int, float]]] | None:

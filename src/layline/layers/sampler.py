@@ -3,7 +3,8 @@
 Order, for each row, in float32:
 
 1. banned ids (among them end and stop ids before ``min_tokens``) become -inf; then logit bias
-2. repetition penalty over prompt and output, then frequency and presence penalty over the output
+2. repetition penalty over prompt and output, then frequency and presence penalty over the output;
+   ids that the request's grammar does not allow become -inf
 3. temperature; below 1e-5 the row ends here with its most likely id
 4. top-k, 5. top-p among what top-k left, 6. min-p relative to the most likely id
 7. the draw: ids ascending, inverse of the cumulative distribution at ``uniform(seed, step)``
@@ -33,6 +34,7 @@ from layline.layers import sampling_device, sampling_rows
 from layline.layers.sampling_device import upload
 from layline.layers.sampling_state import RowState
 from layline.sampling import TokenLogprobs
+from layline.text.constraint import PackedIds
 
 
 class SampledBatch:
@@ -175,7 +177,10 @@ def _is_edited(row: RowState, width: int) -> bool:
 
 
 def _edit(logits: torch.Tensor, rows: Sequence[RowState], edited: Sequence[int]) -> None:
-    """Write bans, bias and penalties into float32 logits [rows, vocab], touching only their ids."""
+    """Write bans, bias and penalties into float32 logits [rows, vocab], touching only their ids.
+
+    What a row's grammar does not allow becomes -inf as well.
+    """
     width = logits.shape[1]
     flat = logits.view(-1)
     banned, biased, seen = [], [], []
@@ -207,6 +212,24 @@ def _edit(logits: torch.Tensor, rows: Sequence[RowState], edited: Sequence[int])
         values = flat[index]
         values = torch.where(values > 0, values / repetition, values * repetition)
         flat.index_copy_(0, index, values - upload(np.concatenate(offsets), device))
+    _forbid(logits, [(i, packed) for i in edited if (packed := rows[i].allowed) is not None])
+
+
+def _forbid(logits: torch.Tensor, allowed: Sequence[tuple[int, PackedIds]]) -> None:
+    """Make -inf of every id whose bit is not set, in the rows that are named with their bits."""
+    if not allowed:
+        return
+    width = logits.shape[1]
+    packed = np.zeros((len(allowed), (width + 7) // 8), dtype=np.uint8)
+    for row, (_, bits) in zip(packed, allowed, strict=True):
+        row[: len(bits)] = bits[: len(row)]
+    device = logits.device
+    index = upload(np.array([i for i, _ in allowed]), device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    # An eighth of the bytes travels, and is spread out where the logits are.
+    bits_G8 = (upload(packed, device).unsqueeze(-1) >> shifts) & 1
+    forbidden = bits_G8.flatten(1)[:, :width] == 0
+    logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
 
 def _logprobs_by_row(

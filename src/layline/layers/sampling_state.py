@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from layline.errors import SamplingError
 from layline.sampling import SamplingParams, uniform
+from layline.text.constraint import GrammarState, PackedIds
 
 IdArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -72,7 +73,7 @@ class RowState:
 
     ``valid_vocab`` is the number of ids that the tokenizer knows; the embedding's further rows
     are never sampled. A request that is rebuilt from its ``output_ids`` draws what it would have
-    drawn had it never been interrupted.
+    drawn had it never been interrupted. ``grammar`` is how far its text has come in a grammar.
 
     Raises:
         SamplingError: the parameters name an id that the vocabulary does not have.
@@ -88,12 +89,14 @@ class RowState:
         output_ids: Sequence[int] = (),
         eos_ids: Iterable[int] = (),
         banned_ids: Iterable[int] = (),
+        grammar: GrammarState | None = None,
     ) -> None:
         self.params = params
         self.seed = seed
         self.valid_vocab = valid_vocab
         self.num_produced = 0
         self._num_observed = 0
+        self.grammar = grammar
         bias = params.logit_bias or {}
         self._check_known("logit_bias token id", bias)
         self._check_known("stop_token_ids", params.stop_token_ids)
@@ -128,6 +131,7 @@ class RowState:
 
     def ahead(self, token_ids: Iterable[int]) -> RowState:
         """This request as if it had generated ``token_ids`` as well; this state stays as it is."""
+        assert self.grammar is None, "a grammar's state cannot be tried and taken back"
         other = copy.copy(self)
         if self.seen is not None:
             other.seen = self.seen.copied()
@@ -144,6 +148,8 @@ class RowState:
         self._num_observed += 1
         if self.seen is not None:
             self.seen.add(token_id)
+        if self.grammar is not None:
+            self.grammar.consume(token_id)
 
     def uniform(self, stream: int = 0) -> float:
         """The random number of the token about to be drawn."""
@@ -153,12 +159,33 @@ class RowState:
     def banned(self) -> IdArray:
         """Distinct ids that may not be chosen for the token about to be drawn."""
         early = self.num_produced < self.params.min_tokens
+        if self.grammar is None:
+            return self._banned_early if early else self._banned
+        # Where nothing may follow the text, it ends: an end id is all that is left.
+        early = (early or self.params.ignore_eos) and self._may_go_on()
         return self._banned_early if early else self._banned
 
     @property
+    def allowed(self) -> PackedIds | None:
+        """A bit for each id that the grammar lets the token about to be drawn be; None for all."""
+        if self.grammar is None:
+            return None
+        assert self._num_observed == self.num_produced, "a grammar needs every earlier token's id"
+        return self.grammar.allowed()
+
+    def _may_go_on(self) -> bool:
+        """Whether the grammar allows more than what ends the text."""
+        assert self.allowed is not None
+        left = np.unpackbits(self.allowed, bitorder="little")
+        left[self._banned_early[self._banned_early < len(left)]] = 0
+        return bool(left.any())
+
+    @property
     def edits_logits(self) -> bool:
-        """Whether a ban, bias or penalty changes this row's logits at this token."""
-        return self.seen is not None or len(self.bias_ids) > 0 or len(self.banned) > 0
+        """Whether a ban, bias, penalty or grammar changes this row's logits at this token."""
+        if self.seen is not None or self.grammar is not None:
+            return True
+        return len(self.bias_ids) > 0 or len(self.banned) > 0
 
     def penalties(self) -> tuple[IdArray, FloatArray]:
         """The distinct ids to penalise and what to subtract after the repetition penalty.

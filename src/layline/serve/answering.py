@@ -50,11 +50,12 @@ class Answering(ABC):
         submissions = job.submissions(self._account.tenant)
         if job.params.logprobs is not None:
             self._logprobs = {
-                index: PlacedLogprobs(self.service.tokenizer, each.prompt_ids)
+                index: PlacedLogprobs(self.service.tokenizer, each.prompt_ids, each.shown_ids)
                 for index, each in enumerate(submissions)
             }
         try:
-            async with await self.service.submit(submissions, self.param) as answers:
+            started = self.service.submit(submissions, self.param, job.grammar_param)
+            async with await started as answers:
                 if self._options.stream:
                     await self._stream(reply, answers, job)
                 else:

@@ -12,6 +12,8 @@ from layline.sampling import SamplingParams
 from layline.serve.problems import as_api_error, invalid
 from layline.serve.requests import ChatRequest, CompletionRequest, Message, Sampling
 from layline.serve.service import Service
+from layline.serve.structure import answer_grammar
+from layline.serve.tool_use import ToolUse, past_calls, tool_use
 
 LEAST_TOP_P = 1e-9
 DEFAULT_COMPLETION_TOKENS = 16
@@ -36,6 +38,8 @@ class Job:
     choices: int
     priority: int
     cache_salt: str
+    tools: ToolUse | None = None
+    grammar_param: str = "grammar"
 
     @property
     def prompt_tokens(self) -> int:
@@ -50,6 +54,7 @@ class Job:
                 params=self._params(number * self.choices + choice),
                 priority=self.priority,
                 cache_salt=f"{tenant}{self.cache_salt}",
+                shown_ids=self.tools.shown_ids if self.tools is not None else frozenset(),
             )
             for number, prompt in enumerate(self.prompts)
             for choice in range(self.choices)
@@ -89,10 +94,18 @@ async def chat_job(service: Service, body: ChatRequest) -> Job:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, max_tokens=most, logprobs=logprobs)
     service.check_choices(body.n or 1, "n")
+    answer = answer_grammar(body)
+    tools = tool_use(service, body, answer)
+    params = replace(params, grammar=answer if tools is None else tools.grammar)
     messages = template_messages(body.messages)
-    ids = await service.encode_chat(messages, body.chat_template_kwargs or {})
+    ids = await service.encode_chat(
+        messages,
+        body.chat_template_kwargs or {},
+        tools=None if tools is None else tools.template_tools,
+    )
     service.check_length(ids, "messages")
-    return job_of(body, [PromptText(ids)], params)
+    job = job_of(body, [PromptText(ids)], params)
+    return job if tools is None else replace(job, tools=tools, grammar_param="tools")
 
 
 async def completion_job(service: Service, body: CompletionRequest) -> Job:
@@ -100,6 +113,7 @@ async def completion_job(service: Service, body: CompletionRequest) -> Job:
     most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     # An answer of no tokens never reaches the engine.
     params = sampling_params(body, max_tokens=max(most, 1), logprobs=body.logprobs)
+    params = replace(params, grammar=answer_grammar(body))
     prompts = listed_prompts(body.prompt)
     service.check_choices(len(prompts) * (body.n or 1), "prompt")
     found = []
@@ -116,7 +130,15 @@ async def completion_job(service: Service, body: CompletionRequest) -> Job:
 def job_of(body: Sampling, prompts: Sequence[PromptText], params: SamplingParams) -> Job:
     """The job of a request whose prompts and parameters are known."""
     salt = body.cache_salt or ""
-    return Job(tuple(prompts), params, body.n or 1, body.priority or 0, salt)
+    source = "structured_outputs" if body.structured_outputs is not None else "response_format"
+    return Job(
+        tuple(prompts),
+        params,
+        body.n or 1,
+        body.priority or 0,
+        salt,
+        grammar_param=source,
+    )
 
 
 def listed_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -199,11 +221,14 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
         content = "".join(part.text or "" for part in content)
     if content is None and message.role == "assistant":
         content = message.refusal
+    if message.role == "tool" and message.tool_call_id is None:
+        at = f"{where}.tool_call_id"
+        raise invalid(f"Missing required parameter: '{at}'.", at, "missing_required_parameter")
     found = {
         "role": role,
         "content": content,
         "name": message.name,
-        "tool_calls": message.tool_calls or None,
+        "tool_calls": past_calls(message.tool_calls) if message.tool_calls else None,
         "tool_call_id": message.tool_call_id,
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -30,8 +30,13 @@ class Placed:
 class PlacedLogprobs:
     """Says of one answer which tokens each piece of its text brings."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, prompt_ids)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, prompt_ids, shown_ids=shown_ids)
         self._waiting: list[Placed] = []
         self._decoded = 0
         self._released = 0

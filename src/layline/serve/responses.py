@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptDetails(Struct):
@@ -79,12 +80,28 @@ class Completion(Struct):
     system_fingerprint: str | None = None
 
 
-class AnswerMessage(Struct):
-    """What the assistant says."""
+class CallFunction(Struct):
+    """The function that is called, and its arguments: JSON, as the model wrote it."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    """A function that the assistant asks to be called."""
+
+    id: str
+    function: CallFunction
+    type: Literal["function"] = "function"
+
+
+class AnswerMessage(Struct):
+    """What the assistant says; no content where it only calls."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -93,7 +110,7 @@ class ChatChoice(Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(Struct):
@@ -108,12 +125,29 @@ class ChatCompletion(Struct):
     system_fingerprint: str | None = None
 
 
+class FunctionDelta(Struct):
+    """The name of a call's function, with its first event, and more of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(Struct):
+    """A piece of call ``index``; ``id`` and ``type`` come with its first."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
 class Delta(Struct):
     """What an event of a chat stream adds."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     refusal: UnsetType | None = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(Struct):
@@ -122,7 +156,7 @@ class ChunkChoice(Struct):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatChunk(Struct):

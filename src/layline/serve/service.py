@@ -10,9 +10,10 @@ from typing import Any
 
 from layline.engine.answers import AnswerStream, Submission
 from layline.engine.async_engine import AsyncEngine
-from layline.errors import LaylineError
+from layline.errors import LaylineError, SamplingError
 from layline.serve.problems import ApiError, as_api_error, invalid
 from layline.serve.settings import MAX_CHOICES, ServeSettings
+from layline.serve.structure import grammar_problem
 from layline.text.tokenizer import Tokenizer
 
 
@@ -56,7 +57,10 @@ class Service:
             raise as_api_error(error, param) from None
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation. Raises ApiError when the template refuses it."""
         if self.tokenizer.chat_template is None:
@@ -69,7 +73,9 @@ class Service:
             if name in variables:
                 raise invalid(f"'{name}' cannot be set here", "chat_template_kwargs")
         try:
-            return await asyncio.to_thread(self.tokenizer.apply_chat, messages, **variables)
+            return await asyncio.to_thread(
+                self.tokenizer.apply_chat, messages, tools=tools, **variables
+            )
         except LaylineError as error:
             raise as_api_error(error, "messages") from None
 
@@ -91,9 +97,13 @@ class Service:
         if count > most:
             raise invalid(f"{count} answers in one request; expected at most {most}", param)
 
-    async def submit(self, submissions: Sequence[Submission], param: str) -> AnswerStream:
-        """Start answering. Raises ApiError."""
+    async def submit(
+        self, submissions: Sequence[Submission], param: str, grammar_param: str = "grammar"
+    ) -> AnswerStream:
+        """Start answering. Raises ApiError about the field at fault."""
         try:
             return await self.engine.submit(submissions)
         except LaylineError as error:
+            if isinstance(error, SamplingError) and str(error).startswith("grammar "):
+                raise grammar_problem(error, grammar_param) from None
             raise as_api_error(error, param) from None

@@ -76,6 +76,26 @@ MISTAKES = {
     "seed": (["chat", "--seed", str(1 << 63)], [f"from {-(1 << 63)} to {(1 << 63) - 1}"]),
     "top_k": (["generate", "x", "--top-k", "-2"], ["--top-k -2", "-1"]),
     "min_p": (["generate", "x", "--min-p", "2"], ["--min-p 2 is", "0 to 1"]),
+    "schema file": (
+        ["generate", "x", "--json-schema", "/no/such"],
+        ["--json-schema '/no/such'", "No such file", "expected a text file"],
+    ),
+    "schema": (["generate", "x", "--json-schema", "{"], ["--json-schema:", "no JSON schema"]),
+    "schema type": (
+        ["generate", "x", "--json-schema", '{"type": "strin"}'],
+        ["--json-schema:", "grammar cannot be compiled", "strin"],
+    ),
+    "schema elsewhere": (
+        ["generate", "x", "--json-schema", '{"$ref": "http://a/"}'],
+        ["--json-schema:", "'http://a/'", "begins with #"],
+    ),
+    "regex": (["generate", "x", "--regex", "["], ["--regex:", "invalid regex"]),
+    "grammar file": (["generate", "x", "--grammar", "/no"], ["--grammar '/no'", "No such file"]),
+    "two forms": (
+        ["generate", "x", "--regex", "a", "--json-schema", "{}"],
+        ["--json-schema and --regex", "one of them"],
+    ),
+    "tool parser": (["serve", "--tool-parser", "qwen"], ["'qwen'", "auto, hermes, llama"]),
     "port": (["serve", "--port", "99999"], ["--port 99999", "from 0 to 65535", "is 65535"]),
     "port word": (["serve", "--port", "http"], ["'http'", "whole number"]),
     "log level": (["serve", "--log-level", "warn"], ["'warn'", "debug, info", "is 'warning'"]),

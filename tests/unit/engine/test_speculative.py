@@ -18,6 +18,7 @@ from layline.engine.kv import slot_bytes
 from layline.engine.output import GenerationOutput
 from layline.engine.scheduler import BLOCK_SIZE
 from layline.errors import PromptError, UsageError
+from layline.grammar import Grammar
 from support.fake_drafts import Garbage
 from support.families import reference
 from support.model import smollm2_path
@@ -247,6 +248,21 @@ def test_a_verifier_that_does_not_compare_is_seen(
         llm = llama.llm(kind)
         found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
         assert found != wanted, kind
+
+
+def test_a_grammar_beside_requests_with_drafts(llama: Checkpoints, plain: LLM) -> None:
+    pytest.importorskip("llguidance")
+    held = replace(GREEDY, grammar=Grammar.regex("(w1[0-9]|w2[0-9])+"), ignore_eos=False)
+    params = [held, GREEDY, replace(held, temperature=1.0, seed=4), GREEDY]
+    prompts = [LOOP, LOOP, LOOP, BASE]
+    wanted = [said(output) for output in plain.generate(prompts, params)]
+    for kind in ("ngram", "same"):
+        llm = llama.llm(kind)
+        assert [said(output) for output in llm.generate(prompts, params)] == wanted
+        drafted = llm.stats().drafted
+        assert drafted > 0
+        assert said(llm.generate([LOOP], held)[0]) == wanted[0]
+        assert llm.stats().drafted == drafted, "a request with a grammar has no drafts"
 
 
 def test_streams_show_every_token_once(llama: Checkpoints, plain: LLM) -> None:

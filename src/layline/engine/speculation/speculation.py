@@ -38,8 +38,8 @@ class Speculation:
         self._proposer.forget(request)
 
     def _wants(self, request: Request) -> int:
-        # A state of a grammar cannot go back, so nothing is tried on it.
-        if getattr(request.params, "grammar", None) is not None:
+        # A grammar's state cannot be tried and taken back.
+        if request.params.grammar is not None:
             return 0
         produced = len(request.output_ids)
         # A step draws one token more than it verifies drafts.
