@@ -17,6 +17,8 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DP_PADDINGS = ("max-len", "sum-len")
 KV_DTYPES = ("auto", "float32", "bfloat16", "fp8", "int8")
+SPECULATIVE = ("off", "ngram", "draft")
+MAX_SPECULATIVE_TOKENS = 64
 CP_LAYOUTS = ("contiguous", "zigzag")
 MAX_DEGREE = 1024
 BATCH_INVARIANT_TP = 2
@@ -48,6 +50,9 @@ class EngineConfig:
 
     The degrees are those of :class:`Topology`. ``boundary_reduction`` is resolved when the model
     is known. ``cp_layout`` says how a prompt's new tokens are divided over attention CP ranks.
+    ``speculative`` says who proposes tokens ahead, at most ``speculative_tokens`` a step: nobody,
+    the request's own text, or ``speculative_model``, a draft model with the same vocabulary, whose
+    ``speculative_boundary_reduction`` is the model's where it is None.
     ``record_collectives`` keeps a record of every collective of each rank, for ``layline plan``.
     """
 
@@ -76,6 +81,10 @@ class EngineConfig:
     quantised_all_reduce: bool = False
     dp_padding: str = "max-len"
     cp_layout: str = "contiguous"
+    speculative: str = "off"
+    speculative_model: str | None = None
+    speculative_tokens: int = 4
+    speculative_boundary_reduction: str | None = None
     record_collectives: bool = False
 
     def __post_init__(self) -> None:
@@ -100,6 +109,7 @@ class EngineConfig:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise UsageError(f"seed {self.seed!r} must be an integer")
         cpu_kernels()
+        self._check_speculation()
         self._check_mesh()
 
     @property
@@ -107,6 +117,8 @@ class EngineConfig:
         """Whether a step is planned and launched while the one before it runs."""
         if self.overlap is not None:
             return self.overlap
+        if self.speculative != "off":
+            return False  # Guessing needs the tokens.
         return self.device != "cpu" or not self.topology().is_single
 
     def topology(self) -> Topology:
@@ -119,6 +131,29 @@ class EngineConfig:
             pp=self.pp_stages,
             dense_tp=self.dense_tp,
         )
+
+    def _check_speculation(self) -> None:
+        if self.speculative not in SPECULATIVE:
+            raise UsageError(one_of("speculative", self.speculative, SPECULATIVE))
+        _require_positive("speculative_tokens", self.speculative_tokens, MAX_SPECULATIVE_TOKENS)
+        if self.overlap and self.speculative != "off":
+            raise UsageError(
+                f"overlap does not go with speculative {self.speculative!r}, which guesses from "
+                "known tokens; expected overlap off, or speculative off"
+            )
+        if self.speculative == "draft":
+            if self.speculative_model is None:
+                raise UsageError(
+                    "speculative 'draft' needs a draft model; expected speculative_model to name "
+                    "one with the same vocabulary, or speculative 'ngram' to do without"
+                )
+            return
+        for name in ("speculative_model", "speculative_boundary_reduction"):
+            if getattr(self, name) is not None:
+                raise UsageError(
+                    f"{name} {getattr(self, name)!r} is for a draft model; expected speculative "
+                    f"'draft' with it, found {self.speculative!r}"
+                )
 
     def _check_mesh(self) -> None:
         for name in ("tp", "attn_dp", "attn_cp", "ep", "dense_tp", "pp_stages"):

@@ -58,6 +58,8 @@ TORCH_FREE = (
     "layline.engine.progress",
     "layline.engine.request",
     "layline.engine.scheduler",
+    "layline.engine.speculation.draft_facts",
+    "layline.engine.speculation.make",
     "layline.engine.statistics",
     "layline.engine.waiting",
     "layline.errors",

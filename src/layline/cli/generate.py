@@ -20,6 +20,7 @@ from layline.errors import RunError
 if TYPE_CHECKING:
     from layline.engine.llm import LLM
     from layline.engine.output import GenerationOutput, StreamChunk
+    from layline.engine.scheduler import SchedulerStats
     from layline.sampling import SamplingParams
 
 
@@ -65,7 +66,8 @@ def generate(
         elif not output.stream:
             write(result.text + "\n")
         if output.stats:
-            note(stats_line(result, llm.worker_peaks()))
+            drafts = llm.stats() if run.speculative != "off" else None
+            note(stats_line(result, llm.worker_peaks(), drafts))
     return 0
 
 
@@ -105,13 +107,20 @@ def finish(chunks: Iterator[StreamChunk], *, show: bool) -> GenerationOutput:
     return result
 
 
-def stats_line(result: GenerationOutput, worker_peaks: Sequence[int]) -> str:
-    """Speed of one answer and memory of this process and the workers in a line."""
+def stats_line(
+    result: GenerationOutput, worker_peaks: Sequence[int], drafts: SchedulerStats | None = None
+) -> str:
+    """Speed of one answer and memory of this process and the workers in a line.
+
+    ``drafts`` are the numbers of a run with speculation.
+    """
     usage, timing = result.usage, result.timing
     decoded = usage.completion_tokens - 1
     parts = [f"{usage.prompt_tokens} prompt tokens, first token after {timing.ttft_s:.2f} s"]
     if decoded > 0 and timing.decode_s > 0:
         parts.append(f"{usage.completion_tokens} tokens, {decoded / timing.decode_s:.1f} tokens/s")
+    if drafts is not None:
+        parts.append(f"{drafts.accepted} of {drafts.drafted} drafts accepted")
     memory = f"peak memory {size_text(peak_bytes() + sum(worker_peaks))}"
     if worker_peaks:
         memory += f", the sum over {len(worker_peaks)} ranks and the process that drives them"

@@ -17,7 +17,9 @@ from layline.config import (
     DTYPES,
     KV_DTYPES,
     MAX_DEGREE,
+    MAX_SPECULATIVE_TOKENS,
     MAX_THREADS,
+    SPECULATIVE,
     EngineConfig,
 )
 from layline.errors import SamplingError
@@ -144,7 +146,45 @@ class MeshOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(MeshOptions, ComputeOptions):
+class SpeculationOptions:
+    """Who proposes tokens ahead; the names are ``LLM``'s keywords."""
+
+    speculative: Annotated[
+        str,
+        choice_option("--speculative", SPECULATIVE, "who guesses tokens that a step verifies"),
+    ] = EngineConfig.speculative
+    speculative_model: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-model",
+            metavar="MODEL",
+            help="the draft model that guesses; its vocabulary is the model's",
+            show_default="none",
+        ),
+    ] = None
+    speculative_tokens: Annotated[
+        int,
+        typer.Option(
+            "--speculative-tokens",
+            parser=integer("--speculative-tokens", minimum=1, maximum=MAX_SPECULATIVE_TOKENS),
+            metavar="INT",
+            help="most guesses of a request in a step",
+        ),
+    ] = EngineConfig.speculative_tokens
+    speculative_boundary_reduction: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-boundary-reduction",
+            parser=choice("--speculative-boundary-reduction", POLICIES),
+            metavar=f"[{'|'.join(POLICIES)}]",
+            help="how the draft model's FFN outputs may be reduced",
+            show_default="as --boundary-reduction",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(SpeculationOptions, MeshOptions, ComputeOptions):
     """Where and how a model runs; the names are ``LLM``'s keywords."""
 
     max_model_len: Annotated[

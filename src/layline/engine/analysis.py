@@ -76,6 +76,10 @@ class RecordedExecutor:
         """See Executor."""
         return self.collect(self.launch(step, rows, None))
 
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor. Plans are of the model, not of its draft model."""
+        return self._executor.draft(step, rows)
+
     def collectives(self) -> list[list[CollectiveRecord]]:
         """See Executor. The steps have taken them all."""
         return self._executor.collectives()
@@ -99,6 +103,8 @@ def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
     ``plan`` has the sizes that the kernels return (:func:`with_kernel_sizes`). The prompts end at
     different steps, so that ranks idle in the last ones. Raises what a run can.
     """
+    # Drafts change how many rows a step has, which the plan's examples do not know.
+    flags = {name: value for name, value in flags.items() if not name.startswith("speculative")}
     config = EngineConfig(**{**flags, "record_collectives": True})
     model, executor = launch(config)
     recorded = RecordedExecutor(executor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 
 from layline.engine.balance import MeshPlan, MeshScheduler
@@ -15,6 +15,9 @@ from layline.engine.reading import PromptReading
 from layline.engine.reading_plan import take_reading
 from layline.engine.request import FinishReason, Request
 from layline.engine.scheduler import SchedulerStats
+from layline.engine.speculation.speculation import Speculation
+from layline.engine.speculation.verify import is_verified
+from layline.engine.step_plan import StepEntry
 from layline.engine.step_queue import StepQueue
 from layline.engine.step_times import StepTimes
 from layline.errors import PromptError, RunError, UnsupportedModelError
@@ -38,6 +41,7 @@ class Engine:
         scheduler: MeshScheduler,
         executor: Executor,
         times: StepTimes | None = None,
+        speculation: Speculation | None = None,
         *,
         overlaps: bool = False,
     ) -> None:
@@ -46,6 +50,7 @@ class Engine:
         self._scheduler = scheduler
         self._steps = StepQueue(scheduler, executor, self.times, overlaps=overlaps)
         self._executor = executor
+        self._speculation = speculation
         self._constraints = ConstraintCompiler(model.tokenizer)
         self._ids = itertools.count()
         self._lock = threading.RLock()
@@ -203,18 +208,28 @@ class Engine:
 
     def _step(self) -> None:
         self.times.end_step()
+        if self._speculation is not None:
+            begin = perf_counter()
+            self._speculation.propose()
+            self.times.since("draft", begin)
         done = self._steps.advance()
         if done is None:
             return
         plan, result = done.plan, done.result
         begin = perf_counter()
         self._take_readings(plan, result)
-        drawn = zip(itertools.chain(*plan.sampling), itertools.chain(*result.tokens), strict=True)
+        entries = list(itertools.chain(*plan.sampled))
         interruption: BaseException | None = done.failure
-        for request, outcome in drawn:
-            # A request that has ended since the step was planned takes no token.
-            if request.finish_reason is None:
-                interruption = self._take_token(request, outcome) or interruption
+        for entry, outcome in zip(entries, itertools.chain(*result.tokens), strict=True):
+            # A request that has ended since the step was planned takes no token, and one that ends
+            # with a token none of those after it.
+            if entry.request.finish_reason is None and is_verified(entry):
+                interruption = self._take_token(entry.request, outcome) or interruption
+        if self._speculation is not None:
+            self._settle(entries, self._speculation)
+        for request in {entry.request: None for entry in entries}:
+            if request.finish_reason is not None:
+                self._forget(request)
         self.times.since("deliver", begin)
         if interruption is not None:
             raise interruption
@@ -258,9 +273,20 @@ class Engine:
         except BaseException as error:
             request.finish_reason = FinishReason.ABORT
             interruption = error
-        if request.finish_reason is not None:
-            self._forget(request)
         return interruption
+
+    def _settle(self, entries: Iterable[StepEntry], speculation: Speculation) -> None:
+        """Tell what has become of the drafts that the step verified; none outlives its step."""
+        verified: dict[Request, tuple[int, int]] = {}
+        for entry in entries:
+            request, known = entry.request, entry.span.length - entry.ahead
+            verified[request] = (entry.ahead, request.num_tokens - known - 1)
+        for request, (count, accepted) in verified.items():
+            gone = request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+            if count and not gone:
+                speculation.settle(request, count, accepted)
+            # Perhaps none of them found room in the step, and a token has come nevertheless.
+            request.drafts = ()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -272,6 +298,8 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         self._scheduler.remove(request)
+        if self._speculation is not None:
+            self._speculation.forget(request)
         self._executor.release(request.request_id, request.attn_dp)
 
     def _reading(self, params: SamplingParams, *, embeds: bool) -> PromptReading | None:

@@ -98,6 +98,9 @@ class Executor(Protocol):
     def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """Launch a step that knows all its tokens, and collect it."""
 
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """Run a step of the draft model, where there is one; otherwise as ``execute``."""
+
     def memory(self) -> MemoryUse:
         """What the ranks hold."""
 
@@ -116,14 +119,18 @@ class SamplingRows:
 
     def __init__(self) -> None:
         self._states: dict[int, RowState | FailedRow] = {}
+        # By request and place in its output: ids that were fed and are not in its state yet.
+        self._fed: dict[int, dict[int, int]] = {}
 
     def admit(self, request_id: int, spec: RowSpec) -> None:
         """Add a request. Raises SamplingError."""
         self._states[request_id] = spec.state()
+        self._fed[request_id] = {}
 
     def release(self, request_id: int) -> None:
         """Drop a request, if it is there."""
         self._states.pop(request_id, None)
+        self._fed.pop(request_id, None)
 
     def at(
         self,
@@ -137,14 +144,19 @@ class SamplingRows:
 
         A request's latest token is the one that its sampled row is fed, so a state follows the
         plan and not the draws: a step that is run a second time draws the same. Where the plan does
-        not know that token it is waited for, but only for a state that depends on it.
+        not know that token it is waited for, but only for a state that depends on it. Tokens before
+        it that came more than one at a time were fed as drafts, to this row's model or to its draft
+        model; a row of a draft is drawn as if that draft and those before it were tokens.
         """
         states: list[RowState | FailedRow] = []
-        for row, fed in zip(rows, _sampled_inputs(part), strict=True):
+        for row, latest in zip(rows, _sampled_inputs(part), strict=True):
             state = self._states[row.request_id]
             if isinstance(state, RowState):
                 try:
-                    _feed(state, row, fed, read_before)
+                    fed = self._fed[row.request_id]
+                    waits = latest < 0 and state.needs_history
+                    token_id = _read(read_before, latest) if waits else latest
+                    state = _fed(state, fed, row, token_id)
                 except RunError:
                     raise
                 except Exception as error:
@@ -153,14 +165,18 @@ class SamplingRows:
         return states
 
 
-def _feed(
-    state: RowState, row: SampleRow, fed: int, read_before: Callable[[], Sequence[int]] | None
-) -> None:
+def _fed(state: RowState, fed: dict[int, int], row: SampleRow, latest: int) -> RowState:
+    """The state for ``row``, which was fed ``latest``; ``fed`` are ids that it has not taken."""
+    known = row.index - row.ahead
     if not state.needs_history:
-        state.num_produced = row.index
-    elif state.num_produced < row.index:
-        state.append(fed if fed >= 0 else _read(read_before, fed))
-    assert state.num_produced == row.index, "a request's tokens are fed one by one"
+        state.num_produced = known
+        return state.ahead((latest,) * row.ahead) if row.ahead else state
+    if row.index > state.num_produced:
+        fed[row.index - 1] = latest
+    while state.num_produced < known:
+        state.append(fed.pop(state.num_produced))
+    assert state.num_produced == known, "a request's tokens are fed in order"
+    return state.ahead([fed[place] for place in range(known, row.index)]) if row.ahead else state
 
 
 def _read(read_before: Callable[[], Sequence[int]] | None, fed: int) -> int:

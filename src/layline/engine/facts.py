@@ -58,10 +58,14 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the engine needs of a model: facts and text, no weights."""
+    """What the engine needs of a model: facts and text, no weights.
+
+    ``draft`` are the facts of the draft model, where there is one.
+    """
 
     facts: ModelFacts
     tokenizer: Tokenizer
+    draft: ModelFacts | None = None
 
     @property
     def valid_vocab(self) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from layline.config import LOOPBACK, EngineConfig, threads_of_rank
 from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel, open_model
+from layline.engine.speculation.draft_facts import with_draft
 from layline.engine.step_times import StepTimes
 
 
@@ -37,6 +38,7 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
             raise SystemExit(elastic.follow(joined))
     model, checkpoint = open_model(engine)
     try:
+        model = with_draft(engine, model)
         if engine.topology().is_single:
             from layline.engine.local import LocalExecutor
             from layline.engine.model import load_alone

@@ -22,6 +22,8 @@ from layline.engine.output import (
 )
 from layline.engine.progress import progress_bar
 from layline.engine.request import Request
+from layline.engine.scheduler import SchedulerStats
+from layline.engine.speculation.make import make_speculation
 from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError, PromptError, RequestError, UsageError, one_of
 from layline.sampling import SamplingParams, TokenLogprobs
@@ -38,11 +40,12 @@ class LLM:
     text such as ``"512M"``), ``kv_dtype``, ``prefix_cache``, ``batch_invariant``, ``max_running``,
     and the mesh's: ``tp``, ``attn_dp``, ``attn_cp``, ``ep``, ``dense_tp``, ``boundary_reduction``,
     ``sequence_parallel``, ``input_scattered``, ``quantised_all_reduce``, ``dp_padding``,
-    ``cp_layout``. Also ``prefill_tokens``, the most prompt tokens of one step, and ``seed``, that
-    of the random weights of ``config:DIR``. With ``tp`` above 1 workers are started,
-    and end with :meth:`close`; under torchrun only rank 0 comes back from here, and the others
-    leave with SystemExit when it is done. Raises UsageError or CheckpointError with a one-line
-    message, and RunError when a worker fails; every later call then raises it too.
+    ``cp_layout``, and speculation's: ``speculative``, ``speculative_model``, ``speculative_tokens``
+    and ``speculative_boundary_reduction``. Also ``prefill_tokens``, the most prompt tokens of one
+    step, and ``seed``, that of the random weights of ``config:DIR``. With ``tp`` above 1 workers
+    are started, and end with :meth:`close`; under torchrun only rank 0 comes back from here, and
+    the others leave with SystemExit when it is done. Raises UsageError or CheckpointError with a
+    one-line message, and RunError when a worker fails; every later call then raises it too.
     """
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
@@ -60,8 +63,14 @@ class LLM:
         scheduler = MeshScheduler.of(
             self.engine_config, executor.num_blocks, shares=self._model.facts.shares_prefixes
         )
+        speculation = make_speculation(self.engine_config, self._model, scheduler, executor)
         self._engine = Engine(
-            self._model, scheduler, executor, times, overlaps=self.engine_config.overlaps
+            self._model,
+            scheduler,
+            executor,
+            times,
+            speculation,
+            overlaps=self.engine_config.overlaps,
         )
         self._executor = executor
         # With the engine, not with this object: streams may outlive it.
@@ -111,6 +120,10 @@ class LLM:
         """Bytes of the weight matrices (all copies) and of the key-value cache, over all ranks."""
         used = self._engine.memory()
         return {"weights": used.weights, "kv_cache": used.kv_cache}
+
+    def stats(self) -> SchedulerStats:
+        """What waits and runs, the cache, and how many drafts were accepted."""
+        return self._engine.stats()
 
     def worker_peaks(self) -> list[int]:
         """Peak resident bytes of each worker process; none where this process is the only one."""

@@ -16,6 +16,7 @@ from layline.engine.model import LoadedModel
 from layline.engine.outcome import FailedRow, StepResult
 from layline.engine.pass_clock import TimedPass
 from layline.engine.reading import Reading
+from layline.engine.runner import Runner
 from layline.engine.step import MeshStep
 from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError
@@ -53,15 +54,30 @@ class LocalExecutor:
         self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
     ) -> Launched:
         """See Executor. On the CPU the step is done when this returns."""
+        return self._run(self._runner, step, rows, before)
+
+    @torch.inference_mode()
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor."""
+        done = self._run(self.loaded.draft_model().runner, step, rows, None)
+        return StepResult([done.drawn.read()], [done.readings])
+
+    def _run(
+        self,
+        runner: Runner,
+        step: MeshStep,
+        rows: Sequence[Sequence[SampleRow]],
+        before: Launched | None,
+    ) -> _LocalStep:
         (part,) = step.parts
-        clock = self._runner.clock
+        clock = runner.clock
         clock.start()
         fed = before.drawn if isinstance(before, _LocalStep) else None
         ids = None if fed is None else fed.token_ids
         if part.reads:
-            logits, readings = self._runner.run_reading(step, ids)
+            logits, readings = runner.run_reading(step, ids)
         else:
-            logits, readings = self._runner.run(step, ids), []
+            logits, readings = runner.run(step, ids), []
         clock.lap("execute")
         states = self._rows.at(part, rows[0], None if fed is None else fed.read_ids)
         drawn = draw_rows(self._sampler, logits, states)

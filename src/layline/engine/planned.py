@@ -21,6 +21,7 @@ from layline.comm.groups import CollectiveRecord, wire_bytes
 from layline.config import EngineConfig
 from layline.engine.facts import PLAIN_ENCODINGS, ModelFacts, resolve
 from layline.engine.room import Room, room_for
+from layline.engine.speculation.draft_facts import draft_facts
 from layline.errors import UsageError, one_of
 from layline.layers.kv_types import VALUE_BYTES, head_bytes
 from layline.models.collectives import compute_collectives
@@ -48,7 +49,8 @@ class ModelPlan:
     encoding of a head that stays quantised: which kernel this machine has for it decides what its
     scores are, so ``sizes`` are ``assumed`` until the kernels have been asked. ``room`` is what
     the device has for a rank, ``weights_format`` how the checkpoint stores its matrices;
-    ``overlaps`` tells whether steps are launched one ahead.
+    ``overlaps`` tells whether steps are launched one ahead. ``draft`` is a draft model that takes
+    a part of the room.
     """
 
     facts: ModelFacts
@@ -62,6 +64,7 @@ class ModelPlan:
     assumed: bool = False
     overlaps: bool = False
     weights_format: str = ""
+    draft: ModelFacts | None = None
 
     def with_sizes(self, sizes: ElementSizes) -> ModelPlan:
         """The same plan with what this machine's kernels return."""
@@ -94,9 +97,12 @@ class ModelPlan:
 
     @property
     def footprint(self) -> Footprint:
-        """Memory of one rank."""
-        cached = head_bytes(self.facts.kv_dtype, self.facts.config.head_dim)
-        return footprint(self.facts.config, self.spec.topology, ITEMSIZES[self.facts.dtype], cached)
+        """Memory of one rank, a draft model's included."""
+        own = _footprint(self.facts)
+        if self.draft is None:
+            return own
+        beside = _footprint(self.draft)
+        return Footprint(own.weights + beside.weights, own.kv_per_token + beside.kv_per_token)
 
     def collectives(self) -> Iterator[Collective]:
         """Those of a step, in order."""
@@ -147,8 +153,14 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
         assumed=head is not None,
         overlaps=engine.overlaps,
         weights_format=stored,
+        draft=draft_facts(engine, facts),
     )
     return replace(plan, lines=plan._lines_of(plan.kind))
+
+
+def _footprint(facts: ModelFacts) -> Footprint:
+    cached = head_bytes(facts.kv_dtype, facts.config.head_dim)
+    return footprint(facts.config, facts.spec.topology, ITEMSIZES[facts.dtype], cached)
 
 
 def packed_head(facts: ModelFacts, checkpoint: Checkpoint) -> str | None:

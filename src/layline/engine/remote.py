@@ -101,25 +101,45 @@ class RemoteExecutor:
         self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
     ) -> Launched:
         """See Executor. Ranks find the step in their connection when they are done with others."""
-        self._number += 1
         fed = before.number if isinstance(before, _RemoteStep) else 0
-        self._supervisor.post(self._steps.encode(self._number, step, rows, fed))
-        self._steps.sent()
-        return _RemoteStep(self._number, perf_counter(), step)
+        return self._post(step, rows, before=fed)
+
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor."""
+        result, _ = self._replies(self._post(step, rows, draft=True))
+        return result
 
     def collect(self, launched: Launched, /) -> StepResult:
         """See Executor."""
         assert isinstance(launched, _RemoteStep)
-        replies = self._supervisor.collect((wire.Tokens,), self._leaders, launched.number)
+        result, replies = self._replies(launched)
         # Ranks begin with it once they are done with the step before.
         now, begin = perf_counter(), max(launched.launched_at, self._collected_at)
         self._collected_at = now
         self._times.add_passes([reply.times for reply in replies], now - begin)
+        return result
+
+    def _post(
+        self,
+        step: MeshStep,
+        rows: Sequence[Sequence[SampleRow]],
+        *,
+        before: int = 0,
+        draft: bool = False,
+    ) -> _RemoteStep:
+        self._number += 1
+        self._supervisor.post(self._steps.encode(self._number, step, rows, before, draft=draft))
+        self._steps.sent()
+        return _RemoteStep(self._number, perf_counter(), step)
+
+    def _replies(self, launched: _RemoteStep) -> tuple[StepResult, list[wire.Tokens]]:
+        replies = self._supervisor.collect((wire.Tokens,), self._leaders, launched.number)
         pairs = zip(launched.step.parts, replies, strict=True)
-        return StepResult(
+        result = StepResult(
             [tokens_of(reply) for reply in replies],
             [readings_of(part.reads, reply) for part, reply in pairs],
         )
+        return result, replies
 
     def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""

@@ -45,6 +45,8 @@ class Request:
     rank it runs on. Requests of a higher ``priority`` are admitted first; those with the same
     ``cache_salt`` share cached beginnings. ``num_cached`` counts prompt tokens that were found in
     the cache when the request was first admitted, ``num_preempted`` how often it lost its blocks.
+    ``drafts`` are guesses at its next tokens, to be verified by its next decode; ``num_drafted``
+    counts tokens that a draft model has in its cache.
     ``reading`` says what is read of the prompt: ``prompt_logprobs`` from its second token on, or
     ``hidden_sum``; ``num_read`` tokens have been computed at some time, so that they are read once.
     ``error`` says why a request with the reason ERROR ended.
@@ -74,6 +76,8 @@ class Request:
     pending_row: int = 0
     num_cached: int = 0
     num_preempted: int = 0
+    drafts: tuple[int, ...] = ()
+    num_drafted: int = 0
     attn_dp: int = 0
     text: str = ""
     finish_reason: FinishReason | None = None

@@ -8,6 +8,7 @@ Blocks are taken as they are needed: those of the whole prompt at admission, one
 decode fills its last. When none is left, the request that stands last loses its place: its blocks
 go back and it waits again, keeping its tokens. Readmitted, it computes what the cache does not hold
 any more, prompt tokens by prefill and generated ones by decode, as they were computed at first.
+With drafts, guesses at its next tokens, it decodes a row for each; nobody is preempted for them.
 
 A step may be planned while the one before it still runs: :meth:`Scheduler.begin` counts a step's
 tokens as computed, :meth:`Scheduler.complete` comes when those that it samples are known. Requests
@@ -19,10 +20,11 @@ tokens in them, so those of tokens that are not known yet are not offered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from layline.engine.blocks import BlockPool
+from layline.engine.drafts import DraftLedger
 from layline.engine.prefix import block_key, root_key
 from layline.engine.request import Request
 from layline.engine.step_plan import EntryRows, StepEntry, StepPlan, joined_plan, sampled_row
@@ -42,7 +44,8 @@ EXPECTED_TOKENS = 256
 class SchedulerStats:
     """Numbers of now (requests, blocks) and since the start (tokens looked up, preemptions).
 
-    ``prefix_hits`` of the ``prefix_lookups`` prompt and replayed tokens were found in the cache.
+    ``prefix_hits`` of the ``prefix_lookups`` prompt and replayed tokens were found in the cache,
+    ``accepted`` of the ``drafted`` verified drafts became tokens.
     """
 
     waiting: int = 0
@@ -53,6 +56,8 @@ class SchedulerStats:
     prefix_lookups: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Scheduler:
@@ -70,6 +75,7 @@ class Scheduler:
         self._running: dict[int, Ticket] = {}
         self._nothing_fits = False
         self._lookups = self._hits = self._preemptions = 0
+        self.drafts = DraftLedger(pool, block_size)
 
     @property
     def num_unfinished(self) -> int:
@@ -102,6 +108,8 @@ class Scheduler:
             prefix_lookups=self._lookups,
             prefix_hits=self._hits,
             preemptions=self._preemptions,
+            drafted=self.drafts.drafted,
+            accepted=self.drafts.accepted,
         )
 
     def blocks_for(self, length: int) -> int:
@@ -180,6 +188,9 @@ class Scheduler:
         """
         row = 0
         for entry in plan.entries:
+            if entry.ahead:
+                row += 1
+                continue  # Whether a draft is a token of the request is not known yet.
             request = entry.request
             request.num_computed = entry.span.length
             request.num_read = max(request.num_read, entry.span.length)
@@ -196,6 +207,8 @@ class Scheduler:
     def complete(self, plan: StepPlan) -> None:
         """Record that the step is done; its requests are given its tokens next."""
         for number, entry in enumerate(plan.entries):
+            if entry.ahead:
+                continue
             request = entry.request
             request.num_pending -= entry.samples
             # Only now are all tokens known that a decode has fed.
@@ -205,6 +218,8 @@ class Scheduler:
     def cancel(self, plan: StepPlan) -> None:
         """Undo the beginning of a step that gave no tokens; of several, the latest comes first."""
         for number, entry in reversed(list(enumerate(plan.entries))):
+            if entry.ahead:
+                continue
             request = entry.request
             request.num_pending -= entry.samples
             if number >= plan.num_decode:
@@ -216,6 +231,19 @@ class Scheduler:
         ticket = self._running.get(entry.request.request_id)
         if ticket is not None and ticket.request.blocks is entry.span.blocks:
             self._keep_blocks(ticket, entry.span.length)
+
+    def draft_rooms(self, wants: Callable[[Request], int]) -> list[tuple[Request, int]]:
+        """Requests that may bring drafts to the next step, and how many; see DraftLedger.rooms."""
+        ready = [each.request for each in self._running.values() if each.request.is_prefilled]
+        return self.drafts.rooms(ready, len(self._running), wants)
+
+    def settle(self, request: Request, drafted: int, accepted: int) -> None:
+        """Record that ``accepted`` of ``drafted`` drafts are tokens; the request knows them."""
+        self.drafts.count(drafted, accepted)
+        request.num_computed += accepted
+        ticket = self._running.get(request.request_id)
+        if ticket is not None and accepted:
+            self._keep_blocks(ticket, request.num_computed)
 
     def _budget(self, prompt_tokens: int | None) -> int:
         return min(self._prefill_tokens, prompt_tokens or self._prefill_tokens)
@@ -331,6 +359,7 @@ class Scheduler:
         # A new list: tables that were sent to ranks are told apart by their identity.
         request.blocks = [*found, *fresh]
         request.num_computed = len(found) * self._block_size
+        request.num_drafted = self.drafts.found(found)
         if not request.num_preempted:
             request.num_cached = request.num_computed
         ticket.num_kept = len(found)
@@ -349,10 +378,13 @@ class Scheduler:
             known, start = request.num_tokens, request.num_computed
             pending = request.num_pending
             if pending or known - start == 1:
-                span = SequenceSpan(start, 1, request.blocks, known + pending)
-                entries.append(StepEntry(request, span, True))
                 latest = sampled_row(request.pending_row) if pending else request.output_ids[-1]
-                token_ids.append(latest)
+                drafts = request.drafts[: self.drafts.free_slots(request)]
+                for ahead, token_id in enumerate((latest, *drafts)):
+                    length = known + pending + ahead
+                    span = SequenceSpan(start + ahead, 1, request.blocks, length)
+                    entries.append(StepEntry(request, span, True, ahead=ahead))
+                    token_ids.append(token_id)
                 continue
             stop = min(known, start + REPLAYED_ROWS - replayed)
             replayed += max(0, stop - start)
@@ -364,8 +396,10 @@ class Scheduler:
 
     def _grow(self, ready: list[Request]) -> list[Request]:
         """Give a block to each request that has filled its last; those of ``ready`` that go on."""
-        size = self._block_size
-        full = [r for r in ready if len(r.blocks) * size < r.num_tokens + r.num_pending]
+        full = [request for request in ready if self.drafts.free_slots(request) < 0]
+        running = (ticket.request for ticket in self._running.values())
+        if len(full) > self._pool.num_available and self.drafts.take_back(running):
+            self._nothing_fits = False
         if len(full) <= self._pool.num_available:
             for request in full:
                 self._grow_one(request)

@@ -37,9 +37,18 @@ class StepEncoder:
         self._stale: list[int] = []
 
     def encode(
-        self, number: int, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: int = 0
+        self,
+        number: int,
+        step: MeshStep,
+        rows: Sequence[Sequence[SampleRow]],
+        before: int = 0,
+        *,
+        draft: bool = False,
     ) -> Step:
-        """The message of a step; ``before`` is the number of the one whose tokens it is fed."""
+        """The message of a step, of the draft model's where ``draft`` says so.
+
+        ``before`` is the number of the step whose tokens it is fed.
+        """
         self._fresh = {}
         parts = [self._part(number, part) for part in step.parts]
         self._stale = [
@@ -54,9 +63,10 @@ class StepEncoder:
             variant=step.rows.variant.value,
             counts=[list(counts) for counts in step.rows.counts],
             padding=step.rows.padding.value,
-            rows=[[(row.request_id, row.index) for row in part] for part in rows],
+            rows=[[(row.request_id, row.index, row.ahead) for row in part] for part in rows],
             tables={table.number: list(table.blocks) for table in self._fresh.values()},
             dropped=[self._known[key].number for key in self._stale],
+            draft=draft,
         )
 
     def sent(self) -> None:

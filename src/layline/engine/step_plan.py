@@ -16,21 +16,23 @@ from layline.layers.spans import SequenceSpan, StepPhase, step_phase
 class StepEntry:
     """Tokens of one request in a step. ``samples`` is False while it has further known tokens.
 
-    ``num_read`` is the request's before the step, to go back to when the step gave nothing.
+    ``num_read`` is the request's before the step, to go back to when the step gave nothing;
+    ``ahead`` says how many of the tokens up to this row's are drafts, this one's included.
     """
 
     request: Request
     span: SequenceSpan
     samples: bool
     num_read: int = 0
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: its sequences in row order, and the token ids of their rows.
 
-    The first ``num_decode`` entries decode, one token each; a readmitted request may have several
-    of them, in the order of their positions. The others prefill.
+    The first ``num_decode`` entries decode, one token each; a readmitted request, and one with
+    drafts, may have several of them, in the order of their positions. The others prefill.
     """
 
     num_decode: int

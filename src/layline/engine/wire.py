@@ -81,11 +81,11 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A MeshStep and, by DP rank, (request, index) of its sampled rows.
+    """A MeshStep and, by DP rank, (request, index, ahead) of its sampled rows.
 
     ``before`` is the number of the step whose tokens stand in it as ids below zero, 0 for none.
     ``tables`` are the block tables that were not sent before, by number; numbers in ``dropped`` may
-    be given again.
+    be given again. ``draft`` steps are run by the draft model.
     """
 
     number: int
@@ -94,9 +94,10 @@ class Step(msgspec.Struct, tag=True, array_like=True, frozen=True):
     variant: str
     counts: list[list[int]]
     padding: str
-    rows: list[list[tuple[int, int]]]
+    rows: list[list[tuple[int, int, int]]]
     tables: dict[int, list[int]]
     dropped: list[int]
+    draft: bool = False
 
 
 class Ask(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -182,7 +182,8 @@ class Rank:
 
         from layline.engine.drawing import draw_rows
 
-        clock = self.loaded.runner.clock
+        runner = (self.loaded.draft_model() if message.draft else self.loaded).runner
+        clock = runner.clock
         clock.start()
         step, rows = self._steps.decode(message)
         part = step.parts[self._attn_dp]
@@ -190,9 +191,9 @@ class Rank:
         fed = None if before is None else before.token_ids
         with torch.inference_mode():
             if part.reads:
-                logits, readings = self.loaded.runner.run_reading(step, fed)
+                logits, readings = runner.run_reading(step, fed)
             else:
-                logits, readings = self.loaded.runner.run(step, fed), []
+                logits, readings = runner.run(step, fed), []
             clock.lap("execute")
             if not self.leads:
                 return None
@@ -217,7 +218,7 @@ def load_rank(start: Start, store: Any = None) -> Rank:
     from layline.comm.recording import Recorder, Timing, record_groups
     from layline.engine.facts import resolve
     from layline.engine.meeting import VERIFIED_CALLS, join_groups
-    from layline.engine.model import load_part, resolve_device
+    from layline.engine.model import load_draft, load_part, resolve_device
     from layline.weights.opening import open_checkpoint
 
     engine = EngineConfig(**start.engine)
@@ -241,6 +242,7 @@ def load_rank(start: Start, store: Any = None) -> Rank:
         loaded = load_part(facts, checkpoint, mesh, device)
     finally:
         checkpoint.close()
+    load_draft(engine, loaded, groups, device)
     return Rank(start, groups, loaded, recorder)
 
 

@@ -6,6 +6,7 @@ to the ids that a penalty, a ban or a bias touches, and never to rows times voca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -48,6 +49,13 @@ class SeenIds:
             self._ids[slot] = token_id
             self._length += 1
         self._counts[slot] += 1.0
+
+    def copied(self) -> SeenIds:
+        """The same ids and counts, to be counted on apart from these."""
+        other = copy.copy(self)
+        other._slot = dict(self._slot)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        return other
 
     @property
     def ids(self) -> IdArray:
@@ -128,6 +136,16 @@ class RowState:
         """Record a generated token: the next draw is for the token after it."""
         self.advance()
         self.observe(token_id)
+
+    def ahead(self, token_ids: Iterable[int]) -> RowState:
+        """This request as if it had generated ``token_ids`` as well; this state stays as it is."""
+        assert self.grammar is None, "a grammar's state cannot be tried and taken back"
+        other = copy.copy(self)
+        if self.seen is not None:
+            other.seen = self.seen.copied()
+        for token_id in token_ids:
+            other.append(token_id)
+        return other
 
     def advance(self) -> None:
         """Move to the next token before its predecessor's id has been read back."""

@@ -159,6 +159,11 @@ class Tokenizer:
         )
         return self.encode(text, add_special=False)
 
+    def token_ids(self) -> dict[str, int] | None:
+        """Every token with its id; None where the tokens are not known."""
+        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return found
+
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of one token, possibly part of a character; b"" for an unknown id.
 
@@ -193,6 +198,10 @@ class AbsentTokenizer(Tokenizer):
             f"{self._path} has no tokenizer files, so it takes no text; give token ids in Python, "
             "or measure it with layline bench latency"
         )
+
+    def token_ids(self) -> dict[str, int] | None:
+        """None: there is no tokenizer that would know them."""
+        return None
 
 
 def load_tokenizer(checkpoint: TextCheckpoint) -> Tokenizer:

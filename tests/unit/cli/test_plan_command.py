@@ -437,6 +437,25 @@ def test_memory_is_what_a_rank_holds(
     assert planned.kv_per_token == loaded.cache_bytes // 32
 
 
+def test_memory_of_a_rank_counts_a_draft_model(layline: Any, folder: Any) -> None:
+    model, draft = folder("LlamaForCausalLM"), folder("Qwen3ForCausalLM")
+    flags = ("--speculative", "draft", "--speculative-model", draft)
+    text = " ".join(layline("plan", model, "--tp", "2", *flags).out.split())
+    assert "draft model: Qwen3ForCausalLM, " in text
+    assert "policy ar (auto: the table's choice for Qwen3ForCausalLM)" in text
+    found = [
+        json.loads(layline("plan", *arguments, "--tp", "2", "--json").out)
+        for arguments in ((model,), (draft,), (model, *flags))
+    ]
+    alone, beside, both = (each["memory_per_rank"] for each in found)
+    for name in ("weights_bytes", "kv_bytes_per_token"):
+        assert both[name] == alone[name] + beside[name]
+    assert found[0]["draft_model"] is None
+    assert found[0]["lines"] == found[2]["lines"]
+    asked = layline("plan", model, *flags, "--speculative-boundary-reduction", "rs", "--json")
+    assert json.loads(asked.out)["draft_model"]["policy"] == {"name": "rs", "reason": "asked for"}
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
 def test_memory_of_cached_keys_counts_their_scales(folder: Any, kv_dtype: str) -> None:
     model = folder("LlamaForCausalLM")

@@ -60,6 +60,17 @@ MISTAKES = {
     "size zero": (["generate", "x", "--kv-memory", "0"], ["'0'", "above zero", "'512M'"]),
     "size negative": (["generate", "x", "--kv-memory", "-1G"], ["'-1G'", "above zero"]),
     "max_running": (["generate", "x", "--max-running", "0"], ["--max-running 0", "is 1"]),
+    "speculative": (
+        ["generate", "x", "--speculative", "ngrm"],
+        ["off, ngram, draft", "is 'ngram'"],
+    ),
+    "speculative tokens": (["chat", "--speculative-tokens", "0"], ["from 1 to 64", "is 1"]),
+    "many speculative": (["serve", "--speculative-tokens", "99"], ["99", "to 64", "is 64"]),
+    "speculative reduction": (
+        ["generate", "x", "--speculative-boundary-reduction", "rsvv"],
+        ["'rsvv'", "auto, ar, rs, rsv, rs+rsv", "is 'rsv'"],
+    ),
+    "speculative option": (["chat", "--speculative-modle", "m"], ["is '--speculative-model'"]),
     "temperature": (["generate", "x", "--temperature", "-1"], ["--temperature -1 is", "0 to 100"]),
     "temperature nan": (["generate", "x", "--temperature", "nan"], ["'nan'", "finite", "0 to 100"]),
     "top_p": (["generate", "x", "--top-p", "1.5"], ["--top-p 1.5 is", "0 to 1"]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,8 +16,12 @@ from layline.engine.blocks import BlockPool
 from layline.engine.prefix import PrefixCache
 from layline.engine.request import Request
 from layline.engine.scheduler import Scheduler
+from layline.engine.speculation.draft import DraftProposer
+from layline.engine.speculation.speculation import Speculation
+from layline.engine.speculation.verify import is_verified
 from layline.engine.step_plan import StepPlan, sampled_row
 from layline.errors import PromptError
+from support.fake_drafts import CheckedDraftModel, Guesses, known_tokens
 from support.fake_requests import fake_request
 
 BLOCK = 4
@@ -41,9 +47,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         shares=st.booleans(),
         mixes=st.booleans(),
         ahead=st.integers(1, 2),
+        proposes=st.sampled_from(["nobody", "guesses", "draft model"]),
     )
     def start(
         self,
+        *,
         blocks: int,
         running: int,
         budget: int,
@@ -51,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         shares: bool,
         mixes: bool,
         ahead: int,
+        proposes: str,
     ) -> None:
         self.pools = [
             BlockPool(blocks + 1, PrefixCache() if shares else None) for _ in range(ranks)
@@ -68,8 +77,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         # By request, the tokens that were drawn for it, known to the host or not.
         self.drawn: dict[int, list[int]] = {}
         self.stopping: set[int] = set()
+        self.speculation = self.speculate(proposes, ranks)
+        if self.speculation is not None:
+            self.ahead = 1  # Guessing needs the tokens.
         # By DP rank and slot: the tokens and the salt on which its keys and values depend.
         self.cache: list[dict[int, tuple[str, tuple[int, ...]]]] = [{} for _ in range(ranks)]
+
+    def speculate(self, proposes: str, ranks: int) -> Speculation | None:
+        """Whoever proposes is right twice and wrong once, as long as it is asked."""
+        if proposes == "nobody":
+            return None
+        if proposes == "guesses":
+            return Speculation(Guesses(next_token), self.mesh, 5)
+        model = CheckedDraftModel(ranks, BLOCK, next_token)
+        model.live = self.live
+        facts: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=3), max_model_len=40)
+        return Speculation(DraftProposer(facts, self.mesh, model, StepRules()), self.mesh, 5)
 
     @rule(
         target=requests,
@@ -109,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step_that_was_not_launched(self) -> None:
         """A step that is planned and not begun can be followed by anything."""
+        self.propose()
         self.mesh.next_step()
 
     @rule()
@@ -134,15 +158,39 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         plan, tokens = self.flights.popleft()
         self.mesh.complete(plan)
-        for requests, ids in zip(plan.sampling, tokens, strict=True):
-            for request, token_id in zip(requests, ids, strict=True):
-                if request.request_id not in self.live:
-                    continue
-                request.output_ids.append(token_id)
-                ends = token_id == 2 and request.request_id in self.stopping
-                if ends or len(request.output_ids) == request.most_tokens:
-                    self.mesh.remove(request)
-                    del self.live[request.request_id]
+        drafted: Counter[Request] = Counter()
+        accepted: Counter[Request] = Counter()
+        for entries, ids in zip(plan.sampled, tokens, strict=True):
+            for entry, token_id in zip(entries, ids, strict=True):
+                request = entry.request
+                drafted[request] += entry.ahead > 0
+                if request.request_id in self.live and is_verified(entry):
+                    accepted[request] += entry.ahead > 0
+                    self.take(request, token_id)
+        for request, count in drafted.items():
+            if count and self.speculation is not None:
+                self.speculation.settle(request, count, accepted[request])
+            request.drafts = ()
+            if request.request_id not in self.live:
+                self.mesh.remove(request)
+
+    def take(self, request: Request, token_id: int) -> None:
+        """Give a request one token; it ends with its last, or at will."""
+        drawn = self.drawn[request.request_id]
+        if len(drawn) == len(request.output_ids):
+            drawn.append(token_id)  # That of a draft's row.
+        request.output_ids.append(token_id)
+        assert drawn[: len(request.output_ids)] == request.output_ids
+        assert token_id == next_token(known_tokens(request)[:-1])
+        ends = token_id == 2 and request.request_id in self.stopping
+        if ends or len(request.output_ids) == request.most_tokens:
+            del self.live[request.request_id]
+
+    def propose(self) -> None:
+        if self.speculation is not None and not self.flights:
+            lost = self.mesh.stats.preemptions
+            self.speculation.propose()
+            assert self.mesh.stats.preemptions == lost, "somebody is preempted for drafts"
 
     def launch_one(self) -> bool:
         ready = [
@@ -150,6 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for r in self.live.values()
             if r.blocks and r.is_prefilled and not r.must_end
         ]
+        self.propose()
         plan = self.mesh.next_step()
         if plan is None:
             return False
@@ -157,14 +206,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows = plan.rows()
         self.mesh.begin(plan)
         tokens: list[list[int]] = []
-        for requests, asked in zip(plan.sampling, rows, strict=True):
+        for entries, asked in zip(plan.sampled, rows, strict=True):
             tokens.append([])
-            for request, row in zip(requests, asked, strict=True):
+            for entry, row in zip(entries, asked, strict=True):
+                request, drafts = entry.request, entry.request.drafts[: entry.ahead]
                 drawn = self.drawn[request.request_id]
-                assert (row.request_id, row.index) == (request.request_id, len(drawn))
-                drawn.append(next_token((*request.prompt_ids, *drawn)))
-                assert len(drawn) <= request.most_tokens
-                tokens[-1].append(drawn[-1])
+                if entry.ahead:
+                    known = (*request.prompt_ids, *request.output_ids, *drafts)
+                else:
+                    known = (*request.prompt_ids, *drawn)
+                assert row.request_id == request.request_id
+                assert (row.index, row.ahead) == (len(known) - len(request.prompt_ids), entry.ahead)
+                tokens[-1].append(next_token(known))
+                if not entry.ahead:
+                    drawn.append(tokens[-1][-1])
+                    assert len(drawn) <= request.most_tokens
         self.flights.append((plan, tokens))
         return True
 
@@ -195,7 +251,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for number, entry in enumerate(part.entries):
                 request, span = entry.request, entry.span
                 assert request.request_id in self.live
-                known = (*request.prompt_ids, *self.drawn[request.request_id])
+                drawn = self.drawn[request.request_id]
+                known = (*request.prompt_ids, *drawn, *request.drafts[: entry.ahead])
                 stop = row + span.count
                 assert token_ids[row:stop] == known[span.start : span.length]
                 row = stop

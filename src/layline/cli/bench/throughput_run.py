@@ -121,6 +121,13 @@ class TimedExecutor:
         """See Executor."""
         return self.collect(self.launch(step, rows, None))
 
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor."""
+        begin = perf_counter()
+        tokens = self._executor.draft(step, rows)
+        self.seconds += perf_counter() - begin
+        return tokens
+
     def memory(self) -> MemoryUse:
         """See Executor."""
         return self._executor.memory()

@@ -68,7 +68,19 @@ def as_data(plan: ModelPlan) -> dict[str, Any]:
             }
             for tokens, step in example_steps(plan).items()
         ],
+        "draft_model": draft_data(plan),
         "memory_per_rank": memory_data(plan),
+    }
+
+
+def draft_data(plan: ModelPlan) -> dict[str, Any] | None:
+    """The draft model that runs beside the planned one, if any; its boundaries have their plan."""
+    if plan.draft is None:
+        return None
+    return {
+        "architecture": plan.draft.config.architecture,
+        "layers": plan.draft.config.num_layers,
+        "policy": {"name": plan.draft.spec.policy.value, "reason": plan.draft.policy_reason},
     }
 
 

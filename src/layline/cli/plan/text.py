@@ -23,7 +23,10 @@ Row = tuple[str, ...]
 def as_text(data: dict[str, Any]) -> str:
     """The whole plan."""
     parts = [title(data), table([HEADINGS, *rows_of(data["lines"])]), notes(data)]
-    parts += [why(data), steps(data), memory(data)]
+    parts += [why(data), steps(data)]
+    if data["draft_model"] is not None:
+        parts.append(draft(data["draft_model"]))
+    parts.append(memory(data))
     return "\n\n".join(parts)
 
 
@@ -188,6 +191,15 @@ def cells(total: dict[str, Any]) -> list[str]:
     """Count, payload and wire of one total."""
     mib = [f"{total[key] / (1 << 20):,.2f}" for key in ("payload_bytes", "wire_bytes")]
     return [str(total["count"]), *mib]
+
+
+def draft(found: dict[str, Any]) -> str:
+    """The draft model beside the planned one."""
+    policy = found["policy"]
+    return wrapped(
+        f"draft model: {found['architecture']}, {found['layers']} layers, policy {policy['name']} "
+        f"({policy['reason']}); the memory of a rank includes it, the plan above does not"
+    )
 
 
 def memory(data: dict[str, Any]) -> str:
