@@ -22,6 +22,7 @@
         ├── CollectiveError                     ranks disagree, or a peer does not answer
         ├── CellNotReadyError                   a task's result was read before it was there
         ├── OverloadedError                     more requests wait than may
+        ├── RequestError                        one request failed; all others go on
         ├── StoppingError                       the engine ends and takes nothing new
         └── TransferError                       a cut's protocol was broken, or a peer is gone
 
@@ -31,7 +32,8 @@ The command line prints the message as one line and exits with ``exit_status``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class LaylineError(Exception):
@@ -126,6 +128,17 @@ class CollectiveError(RunError):
 
 class OverloadedError(RunError):
     """As many requests wait as may; a later attempt can succeed."""
+
+
+class RequestError(RunError):
+    """One request failed, and nothing else.
+
+    Where several were asked for together, ``outputs`` has what all of them gave.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
 
 
 class StoppingError(RunError):

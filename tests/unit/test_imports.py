@@ -28,12 +28,18 @@ ORDER = (
     {"text"},
     {"weights"},
     {"config", "sampling"},
+    {"grammar"},
     {"topology"},
     {"errors"},
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 # Public names that the package's __init__ offers, by the package that defines them.
-LAZY = {"LLM": "engine", "SamplingParams": "sampling", "__version__": "errors"}
+LAZY = {
+    "LLM": "engine",
+    "SamplingParams": "sampling",
+    "Grammar": "grammar",
+    "__version__": "errors",
+}
 
 TORCH_FREE = (
     "layline",
@@ -56,9 +62,12 @@ TORCH_FREE = (
     "layline.engine.progress",
     "layline.engine.request",
     "layline.engine.scheduler",
+    "layline.engine.speculation.draft_facts",
+    "layline.engine.speculation.make",
     "layline.engine.statistics",
     "layline.engine.waiting",
     "layline.errors",
+    "layline.grammar",
     "layline.models",
     "layline.models.collectives",
     "layline.models.config",
@@ -89,6 +98,7 @@ TORCH_FREE = (
     "layline.serve.server",
     "layline.serve.summary",
     "layline.text",
+    "layline.text.constraint",
     "layline.text.tokenizer",
     "layline.topology",
     "layline.weights",

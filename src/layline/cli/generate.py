@@ -12,6 +12,7 @@ from layline.cli import session
 from layline.cli.input import require_stdin, stdin_bytes, utf8
 from layline.cli.options import MODEL_HELP, RunOptions, SamplingOptions
 from layline.cli.output import note, size_text, write, write_json
+from layline.cli.structured import StructuredOptions
 from layline.config import DEFAULT_MODEL
 from layline.engine.memory import peak_bytes
 from layline.errors import RunError
@@ -19,6 +20,7 @@ from layline.errors import RunError
 if TYPE_CHECKING:
     from layline.engine.llm import LLM
     from layline.engine.output import GenerationOutput, StreamChunk
+    from layline.engine.scheduler import SchedulerStats
     from layline.sampling import SamplingParams
 
 
@@ -47,6 +49,7 @@ def generate(
     ],
     output: OutputOptions,
     sampling: SamplingOptions,
+    structured: StructuredOptions,
     run: RunOptions,
 ) -> int:
     """Generate text after PROMPT. Greedy unless --temperature says otherwise."""
@@ -54,7 +57,7 @@ def generate(
     if status is not None:
         return status
     text = prompt_text(prompt)
-    params = sampling.params()
+    params = sampling.params(structured.chosen())
     with session.open_llm(output.model, run) as llm:
         chunks = answer(llm, text, params, chat=output.chat)
         result = finish(chunks, show=output.stream and not output.json)
@@ -63,7 +66,8 @@ def generate(
         elif not output.stream:
             write(result.text + "\n")
         if output.stats:
-            note(stats_line(result, llm.worker_peaks()))
+            drafts = llm.stats() if run.speculative != "off" else None
+            note(stats_line(result, llm.worker_peaks(), drafts))
     return 0
 
 
@@ -103,13 +107,20 @@ def finish(chunks: Iterator[StreamChunk], *, show: bool) -> GenerationOutput:
     return result
 
 
-def stats_line(result: GenerationOutput, worker_peaks: Sequence[int]) -> str:
-    """Speed of one answer and memory of this process and the workers in a line."""
+def stats_line(
+    result: GenerationOutput, worker_peaks: Sequence[int], drafts: SchedulerStats | None = None
+) -> str:
+    """Speed of one answer and memory of this process and the workers in a line.
+
+    ``drafts`` are the numbers of a run with speculation.
+    """
     usage, timing = result.usage, result.timing
     decoded = usage.completion_tokens - 1
     parts = [f"{usage.prompt_tokens} prompt tokens, first token after {timing.ttft_s:.2f} s"]
     if decoded > 0 and timing.decode_s > 0:
         parts.append(f"{usage.completion_tokens} tokens, {decoded / timing.decode_s:.1f} tokens/s")
+    if drafts is not None:
+        parts.append(f"{drafts.accepted} of {drafts.drafted} drafts accepted")
     memory = f"peak memory {size_text(peak_bytes() + sum(worker_peaks))}"
     if worker_peaks:
         memory += f", the sum over {len(worker_peaks)} ranks and the process that drives them"

@@ -20,12 +20,15 @@ from layline.config import (
     MAX_DEGREE,
     MAX_LAYERS,
     MAX_ORDINAL,
+    MAX_SPECULATIVE_TOKENS,
     MAX_THREADS,
+    SPECULATIVE,
     EngineConfig,
 )
 from layline.errors import SamplingError
 
 if TYPE_CHECKING:
+    from layline.grammar import Grammar
     from layline.sampling import SamplingParams
 
 # What SamplingParams takes.
@@ -180,7 +183,45 @@ class MeshOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(MeshOptions, ComputeOptions):
+class SpeculationOptions:
+    """Who proposes tokens ahead; the names are ``LLM``'s keywords."""
+
+    speculative: Annotated[
+        str,
+        choice_option("--speculative", SPECULATIVE, "who guesses tokens that a step verifies"),
+    ] = EngineConfig.speculative
+    speculative_model: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-model",
+            metavar="MODEL",
+            help="the draft model that guesses; its vocabulary is the model's",
+            show_default="none",
+        ),
+    ] = None
+    speculative_tokens: Annotated[
+        int,
+        typer.Option(
+            "--speculative-tokens",
+            parser=integer("--speculative-tokens", minimum=1, maximum=MAX_SPECULATIVE_TOKENS),
+            metavar="INT",
+            help="most guesses of a request in a step",
+        ),
+    ] = EngineConfig.speculative_tokens
+    speculative_boundary_reduction: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-boundary-reduction",
+            parser=choice("--speculative-boundary-reduction", POLICIES),
+            metavar=f"[{'|'.join(POLICIES)}]",
+            help="how the draft model's FFN outputs may be reduced",
+            show_default="as --boundary-reduction",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(SpeculationOptions, MeshOptions, ComputeOptions):
     """Where and how a model runs; the names are ``LLM``'s keywords."""
 
     max_model_len: Annotated[
@@ -219,6 +260,21 @@ class RunOptions(MeshOptions, ComputeOptions):
             help="share the cached beginnings of prompts between requests",
         ),
     ] = EngineConfig.prefix_cache
+    overlap: Annotated[
+        bool | None,
+        typer.Option(
+            "--overlap/--no-overlap",
+            help="plan and launch a step while the one before it runs",
+            show_default="where another device or process runs it",
+        ),
+    ] = EngineConfig.overlap
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="the same bits for a request whatever runs beside it; slower, cpu only",
+        ),
+    ] = EngineConfig.batch_invariant
     max_running: Annotated[
         int,
         typer.Option(
@@ -303,13 +359,13 @@ class SamplingOptions:
         ),
     ] = field(default_factory=list)
 
-    def params(self) -> SamplingParams:
+    def params(self, grammar: Grammar | None = None) -> SamplingParams:
         """The ``SamplingParams`` for one request. Raises SamplingError."""
         from layline.sampling import SamplingParams
 
         values = asdict(self)
         try:
-            return SamplingParams(**{**values, "stop": tuple(values["stop"])})
+            return SamplingParams(**{**values, "stop": tuple(values["stop"])}, grammar=grammar)
         except SamplingError as error:
             raise SamplingError(as_flag(str(error), values)) from None
 

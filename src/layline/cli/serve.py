@@ -16,7 +16,7 @@ from layline.cli.values import integer, seconds, size
 from layline.config import DEFAULT_MODEL, EngineConfig, api_keys_environment, shorten
 from layline.errors import UsageError
 from layline.serve.hosts import ANY, host_of
-from layline.serve.settings import ServeSettings
+from layline.serve.settings import TOOL_PARSERS, ServeSettings
 
 if TYPE_CHECKING:
     import socket
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from layline.engine.planned import ModelPlan
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-NEEDED = ("starlette", "uvicorn", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 
 
 def count(flag: str, meaning: str, shown: str | None = None) -> Any:
@@ -65,6 +65,14 @@ class ServeOptions:
             show_default="MODEL, of a path its last part",
         ),
     ] = None
+    tool_parser: Annotated[
+        str,
+        choice_option(
+            "--tool-parser",
+            TOOL_PARSERS,
+            "how the model writes calls of functions; auto looks at its chat template",
+        ),
+    ] = ServeSettings.tool_parser
     api_key: Annotated[
         list[str],
         typer.Option("--api-key", metavar="KEY", help="a key that is let in; repeatable"),
@@ -126,6 +134,7 @@ class ServeOptions:
             host=self.host,
             port=self.port,
             model_name=self.served_model_name or served_name(model),
+            tool_parser=self.tool_parser,
             api_keys=self.keys(),
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
@@ -210,6 +219,8 @@ def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings, planned: Mo
         settings=settings,
         about=describe(planned, llm.engine_config),
         kv_bytes=usable_kv_bytes(llm),
+        pooling=llm.facts.pooling,
+        hidden_size=llm.facts.config.hidden_size,
     )
     serving = server.Serving(build_app(service), settings, ready)
     try:

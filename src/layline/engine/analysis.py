@@ -12,9 +12,10 @@ from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
 from layline.engine.balance import MeshScheduler, SampleRow
 from layline.engine.core import Engine
-from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
+from layline.engine.executor import Executor, Launched, MemoryUse, RowSpec
 from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
+from layline.engine.outcome import StepResult
 from layline.engine.planned import ITEMSIZES, ModelPlan
 from layline.engine.step import MeshStep
 from layline.errors import LaylineError
@@ -59,11 +60,25 @@ class RecordedExecutor:
         """See Executor."""
         self._executor.release(request_id, attn_dp)
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
-        """See Executor."""
-        tokens = self._executor.execute(step, rows)
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """See Executor. Waits for the step, whose records are to be told from the next one's."""
+        launched = self._executor.launch(step, rows, before)
         self.steps.append(RecordedStep(step, self._executor.collectives()))
-        return tokens
+        return launched
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """See Executor."""
+        return self._executor.collect(launched)
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor."""
+        return self.collect(self.launch(step, rows, None))
+
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor. Plans are of the model, not of its draft model."""
+        return self._executor.draft(step, rows)
 
     def collectives(self) -> list[list[CollectiveRecord]]:
         """See Executor. The steps have taken them all."""
@@ -88,15 +103,21 @@ def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
     ``plan`` has the sizes that the kernels return (:func:`with_kernel_sizes`). The prompts end at
     different steps, so that ranks idle in the last ones. Raises what a run can.
     """
+    # Drafts change how many rows a step has, which the plan's examples do not know.
+    flags = {name: value for name, value in flags.items() if not name.startswith("speculative")}
     config = EngineConfig(**{**flags, "record_collectives": True})
     model, executor = launch(config)
     recorded = RecordedExecutor(executor)
     try:
         # Without shared blocks every trial computes what its plan says.
         scheduler = MeshScheduler.of(config, executor.num_blocks, shares=False)
-        engine = Engine(model, scheduler, recorded)
+        engine = Engine(model, scheduler, recorded, overlaps=config.overlaps)
         requests = [
-            engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
+            engine.submit(
+                prompt,
+                SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True),
+                embeds=model.facts.pooling is not None,
+            )
             for prompt, most in trial_prompts(plan)
         ]
         engine.run(requests)
@@ -137,7 +158,11 @@ def compare_steps(plan: ModelPlan, steps: Sequence[RecordedStep]) -> Analysis:
         for rank, records in enumerate(ran.records):
             part = ran.step.parts[topology.at(rank).coordinates.attn_dp]
             planned = plans[kind].records(
-                ran.step.rows, rank, sum(part.samples), prefill=ran.step.prefills
+                ran.step.rows,
+                rank,
+                sum(part.samples),
+                prefill=ran.step.prefills,
+                fed=part.num_fed,
             )
             analysis.comparison.add(f"step {number} ({kind}), rank {rank}", planned, records)
     return analysis

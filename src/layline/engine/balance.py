@@ -8,7 +8,7 @@ Pure Python; the same arrivals always give the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
 from layline.boundary.layout import BatchVariant
@@ -17,9 +17,11 @@ from layline.config import EngineConfig
 from layline.engine.blocks import BlockPool
 from layline.engine.context_split import split_context
 from layline.engine.prefix import PrefixCache
+from layline.engine.reading_plan import reads_of
 from layline.engine.request import Request
-from layline.engine.scheduler import BLOCK_SIZE, Scheduler, SchedulerStats, StepPlan
+from layline.engine.scheduler import BLOCK_SIZE, Scheduler, SchedulerStats
 from layline.engine.step import IDLE, MeshStep, RankStep
+from layline.engine.step_plan import StepEntry, StepPlan
 from layline.layers.spans import Phase
 
 PREFILL_BESIDE_DECODES = 512
@@ -28,10 +30,14 @@ PREFILL_BESIDE_DECODES = 512
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row that is sampled: whose it is, and how many tokens the request has by now."""
+    """A row that is sampled: whose it is, and how many tokens the request has before it.
+
+    The last ``ahead`` of these are drafts: fed one after the other, and perhaps not its tokens.
+    """
 
     request_id: int
     index: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +47,20 @@ class MeshPlan:
     parts: tuple[StepPlan | None, ...]
     step: MeshStep
 
+    def rows(self) -> list[list[SampleRow]]:
+        """By DP rank, the sampled rows in order; before the step begins."""
+        return [[_sample_row(entry) for entry in part] for part in self.sampled]
+
     @property
     def sampling(self) -> list[list[Request]]:
-        """By DP rank, the requests whose last row is sampled, in row order."""
+        """By DP rank, the requests whose rows are sampled, in row order."""
+        return [[entry.request for entry in part] for part in self.sampled]
+
+    @property
+    def sampled(self) -> list[list[StepEntry]]:
+        """By DP rank, the entries whose last row is sampled, in row order."""
         return [
-            [] if part is None else [entry.request for entry in part.entries if entry.samples]
+            [] if part is None else [entry for entry in part.entries if entry.samples]
             for part in self.parts
         ]
 
@@ -169,6 +184,18 @@ class MeshScheduler:
         """Forget a finished or aborted request and free its blocks; a second call does nothing."""
         self.parts[request.attn_dp].remove(request)
 
+    def draft_rooms(self, wants: Callable[[Request], int]) -> list[tuple[Request, int]]:
+        """See Scheduler.draft_rooms; those of all DP ranks."""
+        return [room for part in self.parts for room in part.draft_rooms(wants)]
+
+    def settle(self, request: Request, drafted: int, accepted: int) -> None:
+        """See Scheduler.settle."""
+        self.parts[request.attn_dp].settle(request, drafted, accepted)
+
+    def drafted(self, request: Request, count: int) -> None:
+        """See DraftLedger.computed."""
+        self.parts[request.attn_dp].drafts.computed(request, count)
+
     def next_step(self) -> MeshPlan | None:
         """The next step of the mesh, or None when no DP rank has anything to run."""
         limit = PREFILL_BESIDE_DECODES if any(part.decodes for part in self.parts) else None
@@ -181,13 +208,31 @@ class MeshScheduler:
         parts = tuple([IDLE if plan is None else _rank_step(plan) for plan in plans])
         return MeshPlan(plans, MeshStep(parts, self._rules.rows(parts)))
 
-    def complete(self, plan: MeshPlan) -> None:
-        """Record that the step's tokens are in the cache."""
+    def begin(self, plan: MeshPlan) -> None:
+        """See Scheduler.begin."""
         # Where phases take turns.
         self._prefer = Phase.DECODE if self._prefer is Phase.PREFILL else Phase.PREFILL
         for scheduler, part in zip(self.parts, plan.parts, strict=True):
             if part is not None:
+                scheduler.begin(part)
+
+    def complete(self, plan: MeshPlan) -> None:
+        """See Scheduler.complete."""
+        for scheduler, part in zip(self.parts, plan.parts, strict=True):
+            if part is not None:
                 scheduler.complete(part)
+
+    def cancel(self, plan: MeshPlan) -> None:
+        """See Scheduler.cancel."""
+        for scheduler, part in zip(self.parts, plan.parts, strict=True):
+            if part is not None:
+                scheduler.cancel(part)
+
+
+def _sample_row(entry: StepEntry) -> SampleRow:
+    request, ahead = entry.request, entry.ahead
+    index = len(request.output_ids) + request.num_pending + ahead
+    return SampleRow(request.request_id, index, ahead)
 
 
 def _rank_step(plan: StepPlan) -> RankStep:
@@ -196,4 +241,5 @@ def _rank_step(plan: StepPlan) -> RankStep:
         tuple([entry.span for entry in plan.entries]),
         plan.token_ids,
         tuple([entry.samples for entry in plan.entries]),
+        tuple(reads_of(plan.entries)),
     )

@@ -21,12 +21,15 @@ class BlockPool:
     Block 0 is never given out: its rows stay zero and padding reads them. With ``prefix`` blocks
     whose contents it knows become idle instead of free; the one that was used longest ago is given
     up first, and of one sequence the last block first, so that a beginning outlives what follows.
+
+    ``drafted`` are blocks that a draft model has filled too, in a cache of its own.
     """
 
     def __init__(self, num_blocks: int, prefix: PrefixCache | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has none to give; block 0 is reserved")
         self.prefix = prefix
+        self.drafted: set[int] = set()
         self._free = list(range(1, num_blocks))
         self._holders = [0] * num_blocks
         self._idle: dict[int, None] = {}
@@ -77,6 +80,8 @@ class BlockPool:
         taken = [heapq.heappop(self._free) for _ in range(count)]
         for block in taken:
             self._holders[block] = 1
+        if self.drafted:
+            self.drafted.difference_update(taken)
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:

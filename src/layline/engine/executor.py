@@ -5,18 +5,19 @@ No torch here: whoever drives models in other processes needs none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
+from layline.engine.outcome import FailedRow, StepResult
 from layline.engine.step import MeshStep, RankStep
-from layline.errors import LaylineError
+from layline.engine.step_plan import sampled_row
+from layline.errors import LaylineError, RequestError, RunError
 from layline.layers.sampling_state import RowState
-from layline.sampling import SamplingParams, TokenLogprobs
-
-Token = tuple[int, TokenLogprobs | None]
+from layline.sampling import SamplingParams
+from layline.text.constraint import Constraint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,16 @@ class RowSpec:
     prompt_ids: Sequence[int]
     eos_ids: frozenset[int]
     banned_ids: frozenset[int]
+    constraint: Constraint | None = None
 
     def state(self) -> RowState:
-        """A fresh state. Raises SamplingError for parameters that name ids which do not exist."""
+        """A fresh state. Raises SamplingError for parameters that name ids which do not exist.
+
+        It follows a grammar where there is a ``constraint``: compiled in the process it is used in.
+        """
+        grammar = None
+        if self.constraint is not None:
+            grammar = self.constraint.follow(self.params.stop_token_ids)
         return RowState(
             self.params,
             seed=self.seed,
@@ -39,6 +47,7 @@ class RowSpec:
             prompt_ids=self.prompt_ids,
             eos_ids=self.eos_ids,
             banned_ids=self.banned_ids,
+            grammar=grammar,
         )
 
 
@@ -51,8 +60,14 @@ class MemoryUse:
     worker_peaks: tuple[int, ...] = ()
 
 
+class Launched:
+    """A step that an executor has taken on; what more it is only that executor knows."""
+
+    __slots__ = ()
+
+
 class Executor(Protocol):
-    """Runs steps on every rank of a mesh. Calls come from one thread at a time."""
+    """Runs steps on every rank of a mesh, in order. Calls come from one thread at a time."""
 
     num_blocks: int
     """Cache blocks of each attention DP rank, block 0 included."""
@@ -63,12 +78,28 @@ class Executor(Protocol):
     def release(self, request_id: int, attn_dp: int, /) -> None:
         """Forget a request; one that is not known is no error."""
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
-        """Run a step; by DP rank, the tokens of its sampled rows in order.
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """Have a step run after those that are under way; waits for none of it where it need not.
 
-        A step may be given again: as long as its rows' indices are the same, so are its tokens.
-        Raises RunError when a row has no token or a rank failed.
+        ``before`` is the step whose tokens the plan does not know yet. A step may be given again:
+        as long as its rows' indices are the same, so are its tokens. Raises RunError as collect.
         """
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """Wait for a step: what its sampled rows and its reads gave.
+
+        Steps are asked for in their order, perhaps not all of them; one may be asked for again
+        when the wait was interrupted. A row that has no token is told in the result.
+        Raises RunError when a rank failed.
+        """
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """Launch a step that knows all its tokens, and collect it."""
+
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """Run a step of the draft model, where there is one; otherwise as ``execute``."""
 
     def memory(self) -> MemoryUse:
         """What the ranks hold."""
@@ -87,30 +118,73 @@ class SamplingRows:
     """The requests of one DP rank as its sampler sees them."""
 
     def __init__(self) -> None:
-        self._states: dict[int, RowState] = {}
+        self._states: dict[int, RowState | FailedRow] = {}
+        # By request and place in its output: ids that were fed and are not in its state yet.
+        self._fed: dict[int, dict[int, int]] = {}
 
     def admit(self, request_id: int, spec: RowSpec) -> None:
         """Add a request. Raises SamplingError."""
         self._states[request_id] = spec.state()
+        self._fed[request_id] = {}
 
     def release(self, request_id: int) -> None:
         """Drop a request, if it is there."""
         self._states.pop(request_id, None)
+        self._fed.pop(request_id, None)
 
-    def at(self, part: RankStep, rows: Sequence[SampleRow]) -> list[RowState]:
-        """The states for this step's draws.
+    def at(
+        self,
+        part: RankStep,
+        rows: Sequence[SampleRow],
+        read_before: Callable[[], Sequence[int]] | None = None,
+    ) -> list[RowState | FailedRow]:
+        """The states for this step's draws; one that cannot take its latest token has failed.
+
+        ``read_before`` gives the tokens of the step before, below zero for a row that had none.
 
         A request's latest token is the one that its sampled row is fed, so a state follows the
-        plan and not the draws: a step that is run a second time draws the same.
+        plan and not the draws: a step that is run a second time draws the same. Where the plan does
+        not know that token it is waited for, but only for a state that depends on it. Tokens before
+        it that came more than one at a time were fed as drafts, to this row's model or to its draft
+        model; a row of a draft is drawn as if that draft and those before it were tokens.
         """
-        states = []
-        for row, fed in zip(rows, _sampled_inputs(part), strict=True):
+        states: list[RowState | FailedRow] = []
+        for row, latest in zip(rows, _sampled_inputs(part), strict=True):
             state = self._states[row.request_id]
-            if state.num_produced < row.index:
-                state.append(fed)
-            assert state.num_produced == row.index, "a request's tokens are fed one by one"
+            if isinstance(state, RowState):
+                try:
+                    fed = self._fed[row.request_id]
+                    waits = latest < 0 and state.needs_history
+                    token_id = _read(read_before, latest) if waits else latest
+                    state = _fed(state, fed, row, token_id)
+                except RunError:
+                    raise
+                except Exception as error:
+                    state = self._states[row.request_id] = FailedRow.of(error)
             states.append(state)
         return states
+
+
+def _fed(state: RowState, fed: dict[int, int], row: SampleRow, latest: int) -> RowState:
+    """The state for ``row``, which was fed ``latest``; ``fed`` are ids that it has not taken."""
+    known = row.index - row.ahead
+    if not state.needs_history:
+        state.num_produced = known
+        return state.ahead((latest,) * row.ahead) if row.ahead else state
+    if row.index > state.num_produced:
+        fed[row.index - 1] = latest
+    while state.num_produced < known:
+        state.append(fed.pop(state.num_produced))
+    assert state.num_produced == known, "a request's tokens are fed in order"
+    return state.ahead([fed[place] for place in range(known, row.index)]) if row.ahead else state
+
+
+def _read(read_before: Callable[[], Sequence[int]] | None, fed: int) -> int:
+    assert read_before is not None, "the plan refers to a step that is not there"
+    token_id = read_before()[sampled_row(fed)]
+    if token_id < 0:
+        raise RequestError("the step before gave this request no token")
+    return token_id
 
 
 def _sampled_inputs(part: RankStep) -> list[int]:

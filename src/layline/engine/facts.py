@@ -14,7 +14,9 @@ from layline.models.parallel import check_degrees
 from layline.models.registry import family_of
 from layline.text.tokenizer import Tokenizer, load_tokenizer
 from layline.weights.checkpoint import Checkpoint
+from layline.weights.embedding_checkpoint import pooling_of
 from layline.weights.opening import open_checkpoint
+from layline.weights.pooling import Pooling
 
 PLAIN_ENCODINGS = frozenset({"F32", "F16", "BF16"})
 
@@ -25,7 +27,9 @@ class ModelFacts:
 
     ``dtype`` is that of weights and arithmetic, ``kv_dtype`` that of cached keys and values;
     ``packed`` keeps quantised matrices quantised for decode. ``spec`` is the mesh as rank 0 sees
-    it, ``policy_reason`` says where its policy comes from.
+    it, ``policy_reason`` says where its policy comes from. ``batch_invariant`` computes each row
+    alike whatever shares its step. ``pooling`` is how a model that makes embeddings does; others
+    generate text.
     """
 
     config: DecoderConfig
@@ -36,6 +40,8 @@ class ModelFacts:
     packed: bool
     max_model_len: int
     cp_layout: str
+    batch_invariant: bool = False
+    pooling: Pooling | None = None
 
     @property
     def shares_prefixes(self) -> bool:
@@ -52,10 +58,14 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the engine needs of a model: facts and text, no weights."""
+    """What the engine needs of a model: facts and text, no weights.
+
+    ``draft`` are the facts of the draft model, where there is one.
+    """
 
     facts: ModelFacts
     tokenizer: Tokenizer
+    draft: ModelFacts | None = None
 
     @property
     def valid_vocab(self) -> int:
@@ -77,11 +87,25 @@ def open_model(engine: EngineConfig) -> tuple[ServedModel, Checkpoint]:
         raise
 
 
+def read_tokenizer(engine: EngineConfig) -> Tokenizer:
+    """The tokenizer of the model that ``engine`` names, and nothing else of it."""
+    checkpoint = open_checkpoint(engine.model, seed=engine.seed)
+    try:
+        return load_tokenizer(checkpoint)
+    finally:
+        checkpoint.close()
+
+
 def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
     """The facts of a run. Raises UsageError when the configuration does not fit the model."""
     config = family_of(checkpoint.config).parse(checkpoint.config)
     dtype, packed = resolve_dtype(engine, checkpoint)
     spec, reason = resolve_mesh(engine, config)
+    if engine.batch_invariant and config.rope.kind == "dynamic":
+        raise UsageError(
+            "batch_invariant does not go with dynamic rope scaling, whose angles are computed for "
+            "a whole step at once; expected a run without it"
+        )
     return ModelFacts(
         config=config,
         spec=spec,
@@ -91,6 +115,8 @@ def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
         packed=packed,
         max_model_len=resolve_context(engine, config),
         cp_layout=engine.cp_layout,
+        batch_invariant=engine.batch_invariant,
+        pooling=pooling_of(checkpoint),
     )
 
 

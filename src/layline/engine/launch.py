@@ -18,6 +18,7 @@ from pathlib import Path
 from layline.config import LOOPBACK, EngineConfig, door_environment, threads_of_rank
 from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel, open_model
+from layline.engine.speculation.draft_facts import with_draft
 from layline.engine.step_times import StepTimes
 from layline.errors import UsageError
 from layline.pipeline.doors import STAGES, Doors, PipelineFlags
@@ -43,6 +44,7 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
     try:
         fence = open_doors(engine).fence(model.facts.config.num_layers)
         refuse_pipeline(None if fence is None else len(fence) - 1, STAGES)
+        model = with_draft(engine, model)
         if engine.topology().is_single:
             from layline.engine.local import LocalExecutor
             from layline.engine.model import load_alone

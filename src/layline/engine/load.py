@@ -12,7 +12,8 @@ class CacheLoad:
     """Cache blocks over all attention DP ranks, and what the scheduler has counted so far.
 
     ``held`` of ``blocks`` belong to requests, ``idle`` ones only keep contents for later prompts.
-    ``prefix_hits`` of ``prefix_lookups`` prompt tokens were found in the cache.
+    ``prefix_hits`` of ``prefix_lookups`` prompt tokens were found in the cache, ``accepted`` of
+    ``drafted`` verified drafts became tokens.
     """
 
     blocks: int = 0
@@ -21,6 +22,8 @@ class CacheLoad:
     prefix_lookups: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,4 +45,6 @@ def cache_load(engine: Engine) -> CacheLoad:
         found.prefix_lookups,
         found.prefix_hits,
         found.preemptions,
+        found.drafted,
+        found.accepted,
     )

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from layline.boundary.mesh import Mesh
+from layline.boundary.mesh import Mesh, make_mesh
+from layline.comm.groups import Groups
 from layline.config import EngineConfig, default_threads
 from layline.engine import kv
 from layline.engine.facts import ModelFacts, resolve
 from layline.engine.runner import Runner
 from layline.engine.scheduler import BLOCK_SIZE
+from layline.engine.speculation.draft_facts import open_draft, resolve_draft
 from layline.errors import UsageError
-from layline.layers.attention import TorchAttention
+from layline.layers.attention import AttentionBackend, TorchAttention
+from layline.layers.invariant_attention import InvariantAttention
 from layline.models.config import DecoderConfig
 from layline.models.decoder import Decoder
 from layline.models.loader import LoadTarget, ModelLoader
@@ -34,7 +37,8 @@ KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 class LoadedModel:
     """One rank's weights, ready to run once a cache is bound.
 
-    ``num_blocks`` is 0 before that. ``weight_bytes`` and ``cache_bytes`` are this rank's.
+    ``num_blocks`` is 0 before that. ``weight_bytes`` and ``cache_bytes`` are this rank's, those of
+    a draft model included, whose cache has the same blocks.
     """
 
     facts: ModelFacts
@@ -43,6 +47,17 @@ class LoadedModel:
     dtype: torch.dtype
     weight_bytes: int
     num_blocks: int = 0
+    draft: LoadedModel | None = None
+
+    def attach(self, draft: LoadedModel) -> None:
+        """Take a draft model in, before the cache is sized."""
+        self.draft = draft
+        self.weight_bytes += draft.weight_bytes
+
+    def draft_model(self) -> LoadedModel:
+        """The draft model that :meth:`attach` was given."""
+        assert self.draft is not None, "only a run with a draft model has steps for it"
+        return self.draft
 
     @property
     def config(self) -> DecoderConfig:
@@ -61,7 +76,8 @@ class LoadedModel:
 
     @property
     def _slot_bytes(self) -> int:
-        return kv.slot_bytes(self.config, self.kv_dtype, self.facts.spec.topology.attn_tp)
+        own = kv.slot_bytes(self.config, self.kv_dtype, self.facts.spec.topology.attn_tp)
+        return own if self.draft is None else own + self.draft._slot_bytes
 
     def fitting_blocks(self, engine: EngineConfig, local_ranks: int = 1) -> int:
         """Blocks that this rank's cache can have. Raises UsageError when that is too few."""
@@ -76,6 +92,8 @@ class LoadedModel:
         shape = kv.CacheShape(num_blocks, heads, self.device, self.kv_dtype, self.dtype)
         self.runner.model.bind_cache(kv.allocate(self.config, shape))
         self.num_blocks = num_blocks
+        if self.draft is not None:
+            self.draft.bind_cache(num_blocks)
 
 
 def load_model(engine: EngineConfig) -> LoadedModel:
@@ -96,6 +114,7 @@ def load_alone(engine: EngineConfig, facts: ModelFacts, checkpoint: Checkpoint) 
     # Torch has one count for the process: the model that is loaded last decides.
     torch.set_num_threads(engine.threads or default_threads())
     loaded = load_part(facts, checkpoint, Mesh(facts.spec), device)
+    load_draft(engine, loaded, None, device)
     loaded.bind_cache(loaded.fitting_blocks(engine))
     return loaded
 
@@ -111,11 +130,17 @@ def load_part(
     # Attention computes in the wider of the two: neither queries nor keys are rounded for it.
     # A quantised cache is read in the run's.
     wider = torch.promote_types(dtype, DTYPES.get(facts.kv_dtype, dtype))
-    backend = TorchAttention(BLOCK_SIZE, device, wider)
+    backend: AttentionBackend = TorchAttention(BLOCK_SIZE, device, wider)
+    if facts.batch_invariant:
+        backend = InvariantAttention(BLOCK_SIZE)
     loader = ModelLoader(
         checkpoint,
         LoadTarget(
-            device=device, dtype=dtype, packed=facts.packed, max_position=facts.max_model_len
+            device=device,
+            dtype=dtype,
+            packed=facts.packed,
+            max_position=facts.max_model_len,
+            batch_invariant=facts.batch_invariant,
         ),
     )
     with torch.inference_mode():
@@ -124,6 +149,25 @@ def load_part(
         loader.finish()
     runner = Runner(model, backend, BLOCK_SIZE, device, mesh, facts.cp_layout)
     return LoadedModel(facts, runner, device, dtype, model.num_bytes)
+
+
+def load_draft(
+    engine: EngineConfig, target: LoadedModel, groups: Groups | None, device: torch.device
+) -> None:
+    """Attach the draft model that ``engine`` names to ``target``, where it names one.
+
+    ``groups`` are those of the mesh, None where this rank is alone. Every rank must call it, after
+    it has loaded the model and before the cache is sized. Raises CheckpointError.
+    """
+    if engine.speculative != "draft":
+        return
+    checkpoint = open_draft(engine)
+    try:
+        facts = resolve_draft(engine, checkpoint, target.facts)
+        mesh = Mesh(facts.spec) if groups is None else make_mesh(facts.spec, groups)
+        target.attach(load_part(facts, checkpoint, mesh, device))
+    finally:
+        checkpoint.close()
 
 
 def resolve_device(name: str, ordinal: int = 0, ranks: int = 1) -> torch.device:

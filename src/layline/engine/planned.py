@@ -21,6 +21,7 @@ from layline.comm.groups import CollectiveRecord, wire_bytes
 from layline.config import EngineConfig
 from layline.engine.facts import PLAIN_ENCODINGS, ModelFacts, resolve
 from layline.engine.room import Room, room_for
+from layline.engine.speculation.draft_facts import draft_facts
 from layline.errors import UsageError, one_of
 from layline.layers.kv_types import VALUE_BYTES, head_bytes
 from layline.models.collectives import compute_collectives
@@ -47,7 +48,9 @@ class ModelPlan:
     ``lines`` are those of a step in the order in which ranks run them. ``packed_head`` is the
     encoding of a head that stays quantised: which kernel this machine has for it decides what its
     scores are, so ``sizes`` are ``assumed`` until the kernels have been asked. ``room`` is what
-    the device has for a rank, ``weights_format`` how the checkpoint stores its matrices.
+    the device has for a rank, ``weights_format`` how the checkpoint stores its matrices;
+    ``overlaps`` tells whether steps are launched one ahead. ``draft`` is a draft model that takes
+    a part of the room.
     """
 
     facts: ModelFacts
@@ -59,7 +62,9 @@ class ModelPlan:
     room: Room
     packed_head: str | None = None
     assumed: bool = False
+    overlaps: bool = False
     weights_format: str = ""
+    draft: ModelFacts | None = None
 
     def with_sizes(self, sizes: ElementSizes) -> ModelPlan:
         """The same plan with what this machine's kernels return."""
@@ -70,7 +75,9 @@ class ModelPlan:
         return self if kind is self.kind else replace(self, kind=kind, lines=self._lines_of(kind))
 
     def _lines_of(self, kind: BatchKind) -> tuple[Line, ...]:
-        compute = compute_collectives(self.facts.config, self.spec, kind, self.facts.kv_dtype)
+        compute = compute_collectives(
+            self.facts.config, self.spec, kind, self.facts.kv_dtype, overlaps=self.overlaps
+        )
         return tuple(lines_of(self.stages, Ground(self.spec, kind), compute))
 
     @property
@@ -90,9 +97,12 @@ class ModelPlan:
 
     @property
     def footprint(self) -> Footprint:
-        """Memory of one rank."""
-        cached = head_bytes(self.facts.kv_dtype, self.facts.config.head_dim)
-        return footprint(self.facts.config, self.spec.topology, ITEMSIZES[self.facts.dtype], cached)
+        """Memory of one rank, a draft model's included."""
+        own = _footprint(self.facts)
+        if self.draft is None:
+            return own
+        beside = _footprint(self.draft)
+        return Footprint(own.weights + beside.weights, own.kv_per_token + beside.kv_per_token)
 
     def collectives(self) -> Iterator[Collective]:
         """Those of a step, in order."""
@@ -104,14 +114,15 @@ class ModelPlan:
         return self.kind.variant is not BatchVariant.ORDINARY or tokens > DECODE_TOKENS
 
     def records(
-        self, step: StepRows, rank: int, sampled: int, *, prefill: bool = False
+        self, step: StepRows, rank: int, sampled: int, *, prefill: bool = False, fed: int = 0
     ) -> list[CollectiveRecord]:
         """What ``rank`` must record in a step in which its DP rank scores ``sampled`` rows.
 
-        ``prefill`` tells that every DP rank with rows prefills.
+        ``prefill`` tells that every DP rank with rows prefills, ``fed`` how many rows of its DP
+        rank the step before samples for.
         """
         topology = self.spec.topology.at(rank)
-        numbers = RankStep.of(step, topology, sampled, prefill=prefill)
+        numbers = RankStep.of(step, topology, sampled, prefill=prefill, fed=fed)
         return step_records(self.collectives(), numbers, self.sizes)
 
 
@@ -140,9 +151,16 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
         room=room_for(engine, facts.spec.topology),
         packed_head=head,
         assumed=head is not None,
+        overlaps=engine.overlaps,
         weights_format=stored,
+        draft=draft_facts(engine, facts),
     )
     return replace(plan, lines=plan._lines_of(plan.kind))
+
+
+def _footprint(facts: ModelFacts) -> Footprint:
+    cached = head_bytes(facts.kv_dtype, facts.config.head_dim)
+    return footprint(facts.config, facts.spec.topology, ITEMSIZES[facts.dtype], cached)
 
 
 def packed_head(facts: ModelFacts, checkpoint: Checkpoint) -> str | None:
@@ -236,9 +254,12 @@ def example_steps(plan: ModelPlan) -> dict[int, StepRows]:
 
 
 def totals(plan: ModelPlan, step: StepRows, *, prefill: bool) -> list[GroupTotal]:
-    """Totals of rank 0 in a step that scores one row on each attention DP rank."""
+    """Totals of rank 0 in a step that scores one row on each attention DP rank.
+
+    A decode is fed what the step before sampled.
+    """
     found: dict[tuple[GroupName, bool], tuple[int, Bytes]] = {}
-    for record in plan.records(step, 0, 1, prefill=prefill):
+    for record in plan.records(step, 0, 1, prefill=prefill, fed=0 if prefill else 1):
         ranks = plan.spec.topology.size(record.group)
         count, num_bytes = found.get((record.group, record.in_compute), (0, Bytes()))
         wire = wire_bytes(record.kind, record.payload_bytes, ranks)

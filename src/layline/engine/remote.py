@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any
 
 from layline.comm.groups import CollectiveKind, CollectiveRecord
 from layline.engine import wire
 from layline.engine.balance import SampleRow
-from layline.engine.executor import MemoryUse, RowSpec, Token
-from layline.engine.ranks import rebuilt
+from layline.engine.executor import Launched, MemoryUse, RowSpec
+from layline.engine.outcome import FailedRow, Outcome, StepResult
+from layline.engine.reading import Reading, RowRead
 from layline.engine.step import MeshStep
 from layline.engine.step_codec import StepEncoder
 from layline.engine.step_times import StepTimes
@@ -22,6 +23,13 @@ from layline.sampling import SamplingParams, TokenLogprobs
 from layline.topology import GroupName, Topology
 
 LOG = logging.getLogger("layline.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteStep(Launched):
+    number: int
+    launched_at: float
+    step: MeshStep
 
 
 class RemoteExecutor:
@@ -36,6 +44,7 @@ class RemoteExecutor:
         self._leaders = self._ranks[:: topology.attn_cp * topology.attn_tp]
         self._steps = StepEncoder()
         self._number = 0
+        self._collected_at = 0.0
         self._weight_bytes = 0
         self._cache_bytes = 0
         self.num_blocks = 0
@@ -88,19 +97,53 @@ class RemoteExecutor:
         if self._supervisor.is_running:
             self._supervisor.post(wire.Release(request_id), self._leaders[attn_dp])
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """See Executor. Ranks find the step in their connection when they are done with others."""
+        fed = before.number if isinstance(before, _RemoteStep) else 0
+        return self._post(step, rows, before=fed)
+
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
-        begin = perf_counter()
+        result, _ = self._replies(self._post(step, rows, draft=True))
+        return result
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """See Executor."""
+        assert isinstance(launched, _RemoteStep)
+        result, replies = self._replies(launched)
+        # Ranks begin with it once they are done with the step before.
+        now, begin = perf_counter(), max(launched.launched_at, self._collected_at)
+        self._collected_at = now
+        self._times.add_passes([reply.times for reply in replies], now - begin)
+        return result
+
+    def _post(
+        self,
+        step: MeshStep,
+        rows: Sequence[Sequence[SampleRow]],
+        *,
+        before: int = 0,
+        draft: bool = False,
+    ) -> _RemoteStep:
         self._number += 1
-        self._supervisor.post(self._steps.encode(self._number, step, rows))
+        self._supervisor.post(self._steps.encode(self._number, step, rows, before, draft=draft))
         self._steps.sent()
-        kinds = (wire.Tokens, wire.Refused)
-        replies = self._supervisor.collect(kinds, self._leaders, self._number)
-        for reply in replies:
-            if isinstance(reply, wire.Refused):
-                raise rebuilt(reply.error, reply.message)
-        self._times.add_passes([reply.times for reply in replies], perf_counter() - begin)
-        return [tokens_of(reply) for reply in replies]
+        return _RemoteStep(self._number, perf_counter(), step)
+
+    def _replies(self, launched: _RemoteStep) -> tuple[StepResult, list[wire.Tokens]]:
+        replies = self._supervisor.collect((wire.Tokens,), self._leaders, launched.number)
+        pairs = zip(launched.step.parts, replies, strict=True)
+        result = StepResult(
+            [tokens_of(reply) for reply in replies],
+            [readings_of(part.reads, reply) for part, reply in pairs],
+        )
+        return result, replies
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor."""
+        return self.collect(self.launch(step, rows, None))
 
     def memory(self) -> MemoryUse:
         """See Executor."""
@@ -135,12 +178,30 @@ def record_of(packed: tuple[str, str, int, int, int, bool, float | None]) -> Col
     return CollectiveRecord(CollectiveKind(packed[0]), GroupName(packed[1]), *packed[2:])
 
 
-def tokens_of(reply: wire.Tokens) -> list[Token]:
-    """A reply's ids, each with its log-probabilities where they were asked for."""
-    found: list[Token] = []
+def tokens_of(reply: wire.Tokens) -> list[Outcome]:
+    """A reply's ids, each with its log-probabilities where they were asked for, or a failure."""
+    found: list[Outcome] = []
     for token_id, packed in zip(reply.ids, reply.logprobs, strict=True):
-        logprobs = None
-        if packed is not None:
-            logprobs = TokenLogprobs(token_id, packed[0], tuple(packed[1]))
-        found.append((token_id, logprobs))
+        found.append((token_id, None if packed is None else logprobs_of(token_id, packed)))
+    for row, message, places in reply.failed:
+        found[row] = FailedRow(message, places)
     return found
+
+
+def readings_of(reads: Sequence[RowRead], reply: wire.Tokens) -> list[Reading | FailedRow]:
+    """What a reply says of the step's reads."""
+    found: list[Reading | FailedRow] = []
+    for read, packed in zip(reads, reply.reads, strict=True):
+        if packed.failed is not None:
+            found.append(FailedRow(*packed.failed))
+        elif read.next_ids:
+            pairs = zip(read.next_ids, packed.logprobs, strict=True)
+            found.append(tuple(logprobs_of(token_id, one) for token_id, one in pairs))
+        else:
+            found.append(tuple(packed.values))
+    return found
+
+
+def logprobs_of(token_id: int, packed: tuple[float, list[tuple[int, float]]]) -> TokenLogprobs:
+    """Log-probabilities as a message carries them."""
+    return TokenLogprobs(token_id, packed[0], tuple(packed[1]))

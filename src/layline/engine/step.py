@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from layline.boundary.layout import BatchVariant
 from layline.boundary.rows import DpPadding, StepRows
+from layline.engine.reading import RowRead
 from layline.layers.spans import Phase, SequenceSpan, StepPhase, step_phase
 
 
@@ -18,18 +19,25 @@ class RankStep:
     """What one attention DP rank runs: sequences in row order and the token ids of their rows.
 
     The first ``num_decode`` spans decode, one token each, and the others prefill. ``samples[i]``
-    says whether the last row of span ``i`` is scored.
+    says whether the last row of span ``i`` is scored; ``reads`` are further rows that something is
+    wanted of. Ids below zero are those that the step before samples; see step_plan.
     """
 
     num_decode: int
     spans: tuple[SequenceSpan, ...]
     token_ids: tuple[int, ...]
     samples: tuple[bool, ...]
+    reads: tuple[RowRead, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Rows of the step on this DP rank, context parallelism not counted."""
         return len(self.token_ids)
+
+    @property
+    def num_fed(self) -> int:
+        """Rows whose token the step before samples."""
+        return sum(token_id < 0 for token_id in self.token_ids)
 
     @property
     def phase(self) -> StepPhase:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from layline.boundary.layout import BatchVariant
 from layline.boundary.rows import DpPadding, StepRows
 from layline.engine.balance import SampleRow
+from layline.engine.reading import RowRead
 from layline.engine.step import MeshStep, RankStep
 from layline.engine.wire import Part, Step, WireError
 from layline.layers.spans import SequenceSpan
@@ -35,8 +36,19 @@ class StepEncoder:
         self._fresh: dict[int, _Table] = {}
         self._stale: list[int] = []
 
-    def encode(self, number: int, step: MeshStep, rows: Sequence[Sequence[SampleRow]]) -> Step:
-        """The message of a step."""
+    def encode(
+        self,
+        number: int,
+        step: MeshStep,
+        rows: Sequence[Sequence[SampleRow]],
+        before: int = 0,
+        *,
+        draft: bool = False,
+    ) -> Step:
+        """The message of a step, of the draft model's where ``draft`` says so.
+
+        ``before`` is the number of the step whose tokens it is fed.
+        """
         self._fresh = {}
         parts = [self._part(number, part) for part in step.parts]
         self._stale = [
@@ -46,13 +58,15 @@ class StepEncoder:
         ]
         return Step(
             number=number,
+            before=before,
             parts=parts,
             variant=step.rows.variant.value,
             counts=[list(counts) for counts in step.rows.counts],
             padding=step.rows.padding.value,
-            rows=[[(row.request_id, row.index) for row in part] for part in rows],
+            rows=[[(row.request_id, row.index, row.ahead) for row in part] for part in rows],
             tables={table.number: list(table.blocks) for table in self._fresh.values()},
             dropped=[self._known[key].number for key in self._stale],
+            draft=draft,
         )
 
     def sent(self) -> None:
@@ -67,7 +81,11 @@ class StepEncoder:
             (span.start, span.count, self._number(step, span.blocks), span.rope_length)
             for span in part.spans
         ]
-        return Part(part.num_decode, spans, list(part.token_ids), list(part.samples))
+        reads = [
+            (read.span, read.first, read.count, list(read.next_ids), read.top, read.vocab)
+            for read in part.reads
+        ]
+        return Part(part.num_decode, spans, list(part.token_ids), list(part.samples), reads)
 
     def _number(self, step: int, blocks: Sequence[int]) -> int:
         key = id(blocks)
@@ -104,4 +122,5 @@ class StepDecoder:
             SequenceSpan(start, count, self._tables[table], rope_length)
             for start, count, table, rope_length in part.spans
         )
-        return RankStep(part.num_decode, spans, tuple(part.token_ids), tuple(part.samples))
+        reads = tuple(RowRead(*read[:3], tuple(read[3]), *read[4:]) for read in part.reads)
+        return RankStep(part.num_decode, spans, tuple(part.token_ids), tuple(part.samples), reads)

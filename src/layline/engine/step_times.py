@@ -12,8 +12,9 @@ import msgspec
 
 from layline.engine.statistics import Histogram
 
-PARTS = ("schedule", "prepare", "execute", "sample", "wire", "deliver")
-"""``wire`` is what a step of other processes takes besides their own three parts."""
+PARTS = ("draft", "schedule", "prepare", "execute", "sample", "wire", "deliver")
+"""``wire`` is what a step of other processes takes besides their own three parts, ``draft`` all
+that guessing tokens takes."""
 PART_BOUNDS = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),

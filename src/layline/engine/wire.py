@@ -68,29 +68,36 @@ class Release(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """A RankStep. Spans are (start, count, table number, rope length)."""
+    """A RankStep. Spans are (start, count, table number, rope length).
+
+    ``reads`` are the fields of its RowReads.
+    """
 
     num_decode: int
     spans: list[tuple[int, int, int, int]]
     token_ids: list[int]
     samples: list[bool]
+    reads: list[tuple[int, int, int, list[int], int, int]] = []
 
 
 class Step(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A MeshStep and, by DP rank, (request, index) of its sampled rows.
+    """A MeshStep and, by DP rank, (request, index, ahead) of its sampled rows.
 
+    ``before`` is the number of the step whose tokens stand in it as ids below zero, 0 for none.
     ``tables`` are the block tables that were not sent before, by number; numbers in ``dropped`` may
-    be given again.
+    be given again. ``draft`` steps are run by the draft model.
     """
 
     number: int
+    before: int
     parts: list[Part]
     variant: str
     counts: list[list[int]]
     padding: str
-    rows: list[list[tuple[int, int]]]
+    rows: list[list[tuple[int, int, int]]]
     tables: dict[int, list[int]]
     dropped: list[int]
+    draft: bool = False
 
 
 class Ask(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -131,21 +138,30 @@ class Bound(msgspec.Struct, tag=True, array_like=True, frozen=True):
     cache_bytes: int
 
 
+class Read(msgspec.Struct, array_like=True, frozen=True):
+    """What one of a step's reads gave: (logprob, [(id, logprob)]) a row, or a vector.
+
+    ``failed`` is a FailedRow's message and places.
+    """
+
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = []
+    values: list[float] = []
+    failed: tuple[str, str] | None = None
+
+
 class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A step is done; ids and, where asked for, (logprob, [(id, logprob)]) of its sampled rows."""
+    """A step is done; ids and, where asked for, (logprob, [(id, logprob)]) of its sampled rows.
+
+    ``failed`` has row, message and places of those that have no token, whose ids mean nothing;
+    ``reads`` one entry for each read.
+    """
 
     number: int
     ids: list[int]
     logprobs: list[tuple[float, list[tuple[int, float]]] | None]
     times: PassTimes = PassTimes()
-
-
-class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A step ran but could not be sampled; the rank goes on."""
-
-    number: int
-    error: str
-    message: str
+    failed: list[tuple[int, str, str]] = []
+    reads: list[Read] = []
 
 
 class Memory(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -169,7 +185,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 ToRank = Start | Bind | Admit | Release | Step | Ask | AskCollectives | Stop
-FromRank = Hello | Beat | Loaded | Bound | Tokens | Refused | Memory | Collectives | Failed
+FromRank = Hello | Beat | Loaded | Bound | Tokens | Memory | Collectives | Failed
 Message = TypeVar("Message")
 _ENCODER = msgspec.msgpack.Encoder()
 

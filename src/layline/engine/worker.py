@@ -14,11 +14,21 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from layline.config import EngineConfig
 from layline.engine.executor import RowSpec, SamplingRows
+from layline.engine.facts import read_tokenizer
 from layline.engine.memory import peak_bytes
+from layline.engine.outcome import FailedRow, Outcome
+from layline.engine.reading import Reading
+from layline.engine.replies import Replies
 from layline.engine.step_codec import StepDecoder
 from layline.engine.wire import (
     Admit,
@@ -33,7 +43,7 @@ from layline.engine.wire import (
     Hello,
     Loaded,
     Memory,
-    Refused,
+    Read,
     Release,
     Start,
     Step,
@@ -41,13 +51,17 @@ from layline.engine.wire import (
     Tokens,
     WireError,
 )
-from layline.errors import LaylineError
+from layline.errors import RunError
+from layline.grammar import Grammar
 from layline.sampling import SamplingParams, TokenLogprobs
+from layline.text.constraint import ConstraintCompiler
 
 if TYPE_CHECKING:
     from layline.comm.groups import Groups
     from layline.comm.recording import Recorder
+    from layline.engine.drawing import DrawnRows
     from layline.engine.model import LoadedModel
+    from layline.engine.pass_clock import TimedPass
 
 BEAT_S = 1.0
 LOST = 3
@@ -113,13 +127,19 @@ class Rank:
         self._rows = SamplingRows()
         self._steps = StepDecoder()
         self._sampler = Sampler()
+        # By step, what the last two gave.
+        self._drawn: dict[int, DrawnRows] = {}
+        self._constraints: ConstraintCompiler | None = None
 
     def answer(self, message: Any) -> Any:
-        """Carry out one message; the reply, or None. Raises what makes the rank unusable."""
+        """Carry out one message; the reply, a function that waits for it, or None.
+
+        Raises what makes the rank unusable.
+        """
         if isinstance(message, Step):
             return self._step(message)
         if isinstance(message, Admit):
-            self._rows.admit(message.request_id, spec_of(message))
+            self._rows.admit(message.request_id, self._constrained(spec_of(message)))
         elif isinstance(message, Release):
             self._rows.release(message.request_id)
         elif isinstance(message, Bind):
@@ -130,6 +150,18 @@ class Rank:
         elif isinstance(message, AskCollectives):
             return self._collectives()
         return None
+
+    def _constrained(self, spec: RowSpec) -> RowSpec:
+        """The row with its grammar compiled; the driver has compiled it before and found it good.
+
+        Only then does a rank read the vocabulary.
+        """
+        if spec.params.grammar is None:
+            return spec
+        if self._constraints is None:
+            engine = EngineConfig(**self._start.engine)
+            self._constraints = ConstraintCompiler(read_tokenizer(engine))
+        return replace(spec, constraint=self._constraints.compile(spec.params.grammar))
 
     def _collectives(self) -> Collectives:
         records = [] if self._recorder is None else list(self._recorder.records)
@@ -148,24 +180,34 @@ class Rank:
     def _step(self, message: Step) -> Any:
         import torch
 
-        clock = self.loaded.runner.clock
+        from layline.engine.drawing import draw_rows
+
+        runner = (self.loaded.draft_model() if message.draft else self.loaded).runner
+        clock = runner.clock
         clock.start()
         step, rows = self._steps.decode(message)
+        part = step.parts[self._attn_dp]
+        before = self._drawn.get(message.before)
+        fed = None if before is None else before.token_ids
         with torch.inference_mode():
-            logits = self.loaded.runner.run(step)
+            if part.reads:
+                logits, readings = runner.run_reading(step, fed)
+            else:
+                logits, readings = runner.run(step, fed), []
             clock.lap("execute")
             if not self.leads:
                 return None
-            states = self._rows.at(step.parts[self._attn_dp], rows[self._attn_dp])
-            try:
-                sampled = self._sampler.sample(logits, states)
-                ids, logprobs = sampled.read(), sampled.logprobs
-            except LaylineError as error:
-                # The other ranks have finished this step as well: only its tokens are missing.
-                return Refused(message.number, type(error).__name__, str(error))
-        packed = [packed_logprobs(one) for one in logprobs]
+            if before is None and message.before:
+                raise RunError(f"step {message.before} has no tokens to go on from")
+            read = None if before is None else before.read_ids
+            states = self._rows.at(part, rows[self._attn_dp], read)
+            drawn = draw_rows(self._sampler, logits, states)
         clock.lap("sample")
-        return Tokens(message.number, ids, packed, clock.times())
+        self._drawn[message.number] = drawn
+        # A step refers to the one before it, and again if it has to be sent again.
+        if len(self._drawn) > 2:
+            del self._drawn[next(iter(self._drawn))]
+        return partial(tokens_reply, message.number, drawn, readings, clock.take())
 
 
 def load_rank(start: Start, store: Any = None) -> Rank:
@@ -176,7 +218,7 @@ def load_rank(start: Start, store: Any = None) -> Rank:
     from layline.comm.recording import Recorder, Timing, record_groups
     from layline.engine.facts import resolve
     from layline.engine.meeting import VERIFIED_CALLS, join_groups
-    from layline.engine.model import load_part, resolve_device
+    from layline.engine.model import load_draft, load_part, resolve_device
     from layline.weights.opening import open_checkpoint
 
     engine = EngineConfig(**start.engine)
@@ -200,6 +242,7 @@ def load_rank(start: Start, store: Any = None) -> Rank:
         loaded = load_part(facts, checkpoint, mesh, device)
     finally:
         checkpoint.close()
+    load_draft(engine, loaded, groups, device)
     return Rank(start, groups, loaded, recorder)
 
 
@@ -229,15 +272,17 @@ def serve(connection: Connection, hello: Hello, *, owns_process: bool, store: An
 
 def obey(connection: Connection, rank: Rank) -> int:
     """Carry out messages until one says stop, or none can come any more."""
-    while True:
-        message = connection.receive()
-        if message is None:
-            return LOST
-        if isinstance(message, Stop):
-            return message.status
-        reply = rank.answer(message)
-        if reply is not None:
-            connection.send(reply)
+    # Where steps are only queued, the next one is queued too before the first is waited for.
+    with Replies(connection, queues=rank.loaded.device.type == "cuda") as replies:
+        while True:
+            message = connection.receive()
+            if message is None:
+                return LOST
+            if isinstance(message, Stop):
+                return message.status
+            reply = rank.answer(message)
+            if reply is not None:
+                replies.put(reply)
 
 
 def report(connection: Connection, error: Exception) -> None:
@@ -254,7 +299,7 @@ def report(connection: Connection, error: Exception) -> None:
 def spec_of(message: Admit) -> RowSpec:
     """The row of an admitted request."""
     return RowSpec(
-        params=SamplingParams(**message.params),
+        params=params_of(message.params),
         seed=message.seed,
         valid_vocab=message.valid_vocab,
         prompt_ids=message.prompt_ids,
@@ -263,9 +308,52 @@ def spec_of(message: Admit) -> RowSpec:
     )
 
 
-def packed_logprobs(found: TokenLogprobs | None) -> tuple[float, list[tuple[int, float]]] | None:
+def tokens_reply(
+    number: int, drawn: DrawnRows, readings: Sequence[Reading | FailedRow], timed: TimedPass
+) -> Tokens:
+    """What a step gave, once it is there."""
+    begin = perf_counter()
+    reply = packed_tokens(number, drawn.read(), readings)
+    timed.add("sample", perf_counter() - begin)
+    return msgspec.structs.replace(reply, times=timed.times())
+
+
+def params_of(fields: Mapping[str, Any]) -> SamplingParams:
+    """Parameters from their fields as a message carries them."""
+    grammar = fields.get("grammar")
+    return SamplingParams(**{**fields, "grammar": grammar and Grammar(**grammar)})
+
+
+def packed_tokens(
+    number: int, drawn: Sequence[Outcome], readings: Sequence[Reading | FailedRow]
+) -> Tokens:
+    """What came of step ``number``, as it travels."""
+    ids: list[int] = []
+    logprobs: list[tuple[float, list[tuple[int, float]]] | None] = []
+    failed: list[tuple[int, str, str]] = []
+    for row, one in enumerate(drawn):
+        if isinstance(one, FailedRow):
+            failed.append((row, one.message, one.places))
+            ids.append(-1)
+            logprobs.append(None)
+        else:
+            ids.append(one[0])
+            logprobs.append(None if one[1] is None else packed_logprobs(one[1]))
+    reads = [packed_reading(one) for one in readings]
+    return Tokens(number, ids, logprobs, failed=failed, reads=reads)
+
+
+def packed_reading(reading: Reading | FailedRow) -> Read:
+    """One reading as it travels; the ids of its tokens are known where it goes."""
+    if isinstance(reading, FailedRow):
+        return Read(failed=(reading.message, reading.places))
+    logprobs = [packed_logprobs(one) for one in reading if isinstance(one, TokenLogprobs)]
+    return Read(logprobs, [one for one in reading if isinstance(one, float)])
+
+
+def packed_logprobs(found: TokenLogprobs) -> tuple[float, list[tuple[int, float]]]:
     """Log-probabilities without the id, which travels beside them."""
-    return None if found is None else (found.logprob, list(found.top))
+    return found.logprob, list(found.top)
 
 
 def die_with(parent: int) -> None:

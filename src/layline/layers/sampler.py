@@ -3,7 +3,8 @@
 Order, for each row, in float32:
 
 1. banned ids (among them end and stop ids before ``min_tokens``) become -inf; then logit bias
-2. repetition penalty over prompt and output, then frequency and presence penalty over the output
+2. repetition penalty over prompt and output, then frequency and presence penalty over the output;
+   ids that the request's grammar does not allow become -inf
 3. temperature; below 1e-5 the row ends here with its most likely id
 4. top-k, 5. top-p among what top-k left, 6. min-p relative to the most likely id
 7. the draw: ids ascending, inverse of the cumulative distribution at ``uniform(seed, step)``
@@ -30,53 +31,61 @@ import torch
 
 from layline.errors import RunError
 from layline.layers import sampling_device, sampling_rows
-from layline.layers.sampling_device import upload
 from layline.layers.sampling_state import RowState
+from layline.layers.transfer import Download, upload
 from layline.sampling import TokenLogprobs
+from layline.text.constraint import PackedIds
+
+NO_FINITE_LOGIT = (
+    "no token to sample: its logits hold NaN or +inf, or every id is banned; expected at least one "
+    "finite logit"
+)
+"""What is wrong with a row whose token is -1."""
 
 
 class SampledBatch:
     """One token per row, perhaps still being computed.
 
-    ``token_ids`` is int64 [rows] on the logits' device; -1 stands for a row without any token.
-    On the CPU such a row has already raised; elsewhere ``read`` raises, so that sampling itself
-    need not wait for the device.
+    ``token_ids`` is int64 [rows] on the logits' device; -1 stands for a row without any token,
+    which fails alone: the others have theirs.
     """
 
     def __init__(
         self, token_ids: torch.Tensor, read_logprobs: Callable[[], list[TokenLogprobs | None]]
     ) -> None:
         self.token_ids = token_ids
+        # From here on: the host may read the ids while the device is busy with a later step.
+        self._arriving = Download(token_ids)
         self._read_logprobs = read_logprobs
         self._ids: list[int] | None = None
         self._logprobs: list[TokenLogprobs | None] | None = None
 
+    @property
+    def outcomes(self) -> list[int]:
+        """The token ids on the host, -1 for none; waits for the device the first time."""
+        if self._ids is None:
+            self._ids = self._arriving.wait()[0].tolist()
+        return self._ids
+
     def read(self) -> list[int]:
-        """The token ids on the host; waits for the device the first time.
+        """The token ids on the host, every row having one.
 
         Raises:
             RunError: a row has no token, because its logits hold NaN or +inf or all are -inf.
         """
-        if self._ids is None:
-            ids: list[int] = self.token_ids.tolist()
-            for row, token_id in enumerate(ids):
-                if token_id < 0:
-                    raise RunError(
-                        f"row {row} of {len(ids)} has no token to sample: its logits hold NaN or "
-                        "+inf, or every id is banned; expected at least one finite logit"
-                    )
-            self._ids = ids
-        return self._ids
+        ids = self.outcomes
+        for row, token_id in enumerate(ids):
+            if token_id < 0:
+                raise RunError(f"row {row} of {len(ids)} has {NO_FINITE_LOGIT}")
+        return ids
 
     @property
     def logprobs(self) -> list[TokenLogprobs | None]:
         """Per row what ``SamplingParams.logprobs`` asked for; waits for the device the first time.
 
-        Raises:
-            RunError: as in ``read``.
+        None for a row without a token.
         """
         if self._logprobs is None:
-            self.read()
             self._logprobs = self._read_logprobs()
         return self._logprobs
 
@@ -98,7 +107,7 @@ class Sampler:
             logits: [rows, vocab] in any floating dtype; not modified.
             rows: the requests, in the order of the logits' rows.
         Raises:
-            RunError: the shapes do not fit together, or (on the CPU) a row has no token.
+            RunError: the shapes do not fit together.
         """
         _check_shapes(logits, rows)
         if not rows:
@@ -112,13 +121,10 @@ class Sampler:
             raw = logits if width == logits.shape[1] else logits[:, :width]
             if batched:
                 token_ids = _choose_batched(raw, rows)
-                batch = SampledBatch(token_ids, _logprob_reader(raw, token_ids, rows))
-                if on_cpu:
-                    batch.read()
-                return batch
-            batch = SampledBatch(_choose_by_row(raw, rows), list)
-            logprobs = _logprobs_by_row(raw, batch.read(), rows)
-            return SampledBatch(batch.token_ids, lambda: logprobs)
+                return SampledBatch(token_ids, _logprob_reader(raw, token_ids, rows))
+            token_ids = _choose_by_row(raw, rows)
+            logprobs = _logprobs_by_row(raw, token_ids.tolist(), rows)
+            return SampledBatch(token_ids, lambda: logprobs)
 
 
 def _check_shapes(logits: torch.Tensor, rows: Sequence[RowState]) -> None:
@@ -175,7 +181,10 @@ def _is_edited(row: RowState, width: int) -> bool:
 
 
 def _edit(logits: torch.Tensor, rows: Sequence[RowState], edited: Sequence[int]) -> None:
-    """Write bans, bias and penalties into float32 logits [rows, vocab], touching only their ids."""
+    """Write bans, bias and penalties into float32 logits [rows, vocab], touching only their ids.
+
+    What a row's grammar does not allow becomes -inf as well.
+    """
     width = logits.shape[1]
     flat = logits.view(-1)
     banned, biased, seen = [], [], []
@@ -207,6 +216,24 @@ def _edit(logits: torch.Tensor, rows: Sequence[RowState], edited: Sequence[int])
         values = flat[index]
         values = torch.where(values > 0, values / repetition, values * repetition)
         flat.index_copy_(0, index, values - upload(np.concatenate(offsets), device))
+    _forbid(logits, [(i, packed) for i in edited if (packed := rows[i].allowed) is not None])
+
+
+def _forbid(logits: torch.Tensor, allowed: Sequence[tuple[int, PackedIds]]) -> None:
+    """Make -inf of every id whose bit is not set, in the rows that are named with their bits."""
+    if not allowed:
+        return
+    width = logits.shape[1]
+    packed = np.zeros((len(allowed), (width + 7) // 8), dtype=np.uint8)
+    for row, (_, bits) in zip(packed, allowed, strict=True):
+        row[: len(bits)] = bits[: len(row)]
+    device = logits.device
+    index = upload(np.array([i for i, _ in allowed]), device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    # An eighth of the bytes travels, and is spread out where the logits are.
+    bits_G8 = (upload(packed, device).unsqueeze(-1) >> shifts) & 1
+    forbidden = bits_G8.flatten(1)[:, :width] == 0
+    logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
 
 def _logprobs_by_row(
@@ -214,7 +241,7 @@ def _logprobs_by_row(
 ) -> list[TokenLogprobs | None]:
     result: list[TokenLogprobs | None] = [None] * len(rows)
     for i, row in enumerate(rows):
-        if row.params.logprobs is not None:
+        if row.params.logprobs is not None and ids[i] >= 0:
             logits = raw[i, : row.valid_vocab].detach().float().contiguous().numpy()
             result[i] = sampling_rows.log_probabilities(logits, ids[i], row.params.logprobs)
     return result
@@ -234,17 +261,18 @@ def _logprob_reader(
         if rows[i].valid_vocab < raw.shape[1]:
             logits[position, rows[i].valid_vocab :] = -torch.inf
     log_total = sampling_device.log_total(logits)
-    # A row without a token raises when it is read; until then any valid position will do.
+    # Of a row without a token nothing is reported; any valid position will do.
     chosen = logits.gather(1, token_ids[index].clamp_min(0).unsqueeze(1)) - log_total
     most = min(max(top for _, top in wanted), raw.shape[1])
     top_logits, top_ids = sampling_device.best(logits, most)
-    top_values = top_logits - log_total
+    arriving = Download(token_ids, chosen, top_ids, top_logits - log_total)
 
     def read() -> list[TokenLogprobs | None]:
         result: list[TokenLogprobs | None] = [None] * len(rows)
-        ids = token_ids.tolist()
-        columns = (chosen.tolist(), top_ids.tolist(), top_values.tolist())
+        ids, *columns = [each.tolist() for each in arriving.wait()]
         for (i, top), (value,), best_ids, best in zip(wanted, *columns, strict=True):
+            if ids[i] < 0:
+                continue
             pairs = zip(best_ids[:top], best[:top], strict=True)
             possible = tuple(pair for pair in pairs if pair[1] != -math.inf)
             result[i] = TokenLogprobs(ids[i], value, possible)

@@ -6,6 +6,7 @@ to the ids that a penalty, a ban or a bias touches, and never to rows times voca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from layline.errors import SamplingError
 from layline.sampling import SamplingParams, uniform
+from layline.text.constraint import GrammarState, PackedIds
 
 IdArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -48,6 +50,13 @@ class SeenIds:
             self._length += 1
         self._counts[slot] += 1.0
 
+    def copied(self) -> SeenIds:
+        """The same ids and counts, to be counted on apart from these."""
+        other = copy.copy(self)
+        other._slot = dict(self._slot)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        return other
+
     @property
     def ids(self) -> IdArray:
         """The distinct ids, in the order they were first seen (a view)."""
@@ -64,7 +73,7 @@ class RowState:
 
     ``valid_vocab`` is the number of ids that the tokenizer knows; the embedding's further rows
     are never sampled. A request that is rebuilt from its ``output_ids`` draws what it would have
-    drawn had it never been interrupted.
+    drawn had it never been interrupted. ``grammar`` is how far its text has come in a grammar.
 
     Raises:
         SamplingError: the parameters name an id that the vocabulary does not have.
@@ -80,12 +89,17 @@ class RowState:
         output_ids: Sequence[int] = (),
         eos_ids: Iterable[int] = (),
         banned_ids: Iterable[int] = (),
+        grammar: GrammarState | None = None,
     ) -> None:
         self.params = params
         self.seed = seed
         self.valid_vocab = valid_vocab
         self.num_produced = 0
         self._num_observed = 0
+        self.grammar = grammar
+        ends = frozenset((*eos_ids, *params.stop_token_ids))
+        # Where they end the answer whatever else is asked.
+        self._ends = frozenset() if grammar is None else ends
         bias = params.logit_bias or {}
         self._check_known("logit_bias token id", bias)
         self._check_known("stop_token_ids", params.stop_token_ids)
@@ -93,7 +107,7 @@ class RowState:
         self.bias_values: FloatArray = np.fromiter(bias.values(), dtype=np.float32)
         always = tuple(banned_ids)
         self._banned = self._array_of(always)
-        self._banned_early = self._array_of((*always, *eos_ids, *params.stop_token_ids))
+        self._banned_early = self._array_of((*always, *ends))
         self.seen: SeenIds | None = None
         if params.needs_penalties:
             self.seen = SeenIds(prompt_ids if params.needs_repetition else (), valid_vocab)
@@ -113,10 +127,25 @@ class RowState:
         known = sorted({int(i) for i in ids if 0 <= i < self.valid_vocab})
         return np.array(known, dtype=np.int64) if known else _NO_IDS
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on the ids of the tokens before it, and not just their number."""
+        return self.seen is not None or self.grammar is not None
+
     def append(self, token_id: int) -> None:
         """Record a generated token: the next draw is for the token after it."""
         self.advance()
         self.observe(token_id)
+
+    def ahead(self, token_ids: Iterable[int]) -> RowState:
+        """This request as if it had generated ``token_ids`` as well; this state stays as it is."""
+        assert self.grammar is None, "a grammar's state cannot be tried and taken back"
+        other = copy.copy(self)
+        if self.seen is not None:
+            other.seen = self.seen.copied()
+        for token_id in token_ids:
+            other.append(token_id)
+        return other
 
     def advance(self) -> None:
         """Move to the next token before its predecessor's id has been read back."""
@@ -127,6 +156,11 @@ class RowState:
         self._num_observed += 1
         if self.seen is not None:
             self.seen.add(token_id)
+        if token_id in self._ends:
+            # A step that was launched before this was known may still draw: for nobody.
+            self.grammar = None
+        elif self.grammar is not None:
+            self.grammar.consume(token_id)
 
     def uniform(self, stream: int = 0) -> float:
         """The random number of the token about to be drawn."""
@@ -136,12 +170,33 @@ class RowState:
     def banned(self) -> IdArray:
         """Distinct ids that may not be chosen for the token about to be drawn."""
         early = self.num_produced < self.params.min_tokens
+        if self.grammar is None:
+            return self._banned_early if early else self._banned
+        # Where nothing may follow the text, it ends: an end id is all that is left.
+        early = (early or self.params.ignore_eos) and self._may_go_on()
         return self._banned_early if early else self._banned
 
     @property
+    def allowed(self) -> PackedIds | None:
+        """A bit for each id that the grammar lets the token about to be drawn be; None for all."""
+        if self.grammar is None:
+            return None
+        assert self._num_observed == self.num_produced, "a grammar needs every earlier token's id"
+        return self.grammar.allowed()
+
+    def _may_go_on(self) -> bool:
+        """Whether the grammar allows more than what ends the text."""
+        assert self.allowed is not None
+        left = np.unpackbits(self.allowed, bitorder="little")
+        left[self._banned_early[self._banned_early < len(left)]] = 0
+        return bool(left.any())
+
+    @property
     def edits_logits(self) -> bool:
-        """Whether a ban, bias or penalty changes this row's logits at this token."""
-        return self.seen is not None or len(self.bias_ids) > 0 or len(self.banned) > 0
+        """Whether a ban, bias, penalty or grammar changes this row's logits at this token."""
+        if self.seen is not None or self.grammar is not None:
+            return True
+        return len(self.bias_ids) > 0 or len(self.banned) > 0
 
     def penalties(self) -> tuple[IdArray, FloatArray]:
         """The distinct ids to penalise and what to subtract after the repetition penalty.

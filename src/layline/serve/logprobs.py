@@ -30,8 +30,13 @@ class Placed:
 class PlacedLogprobs:
     """Says of one answer which tokens each piece of its text brings."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, prompt_ids)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, prompt_ids, shown_ids=shown_ids)
         self._waiting: list[Placed] = []
         self._decoded = 0
         self._released = 0
@@ -75,7 +80,7 @@ def chat_logprobs(tokenizer: Tokenizer, placed: Sequence[Placed]) -> ChatLogprob
 def completion_logprobs(tokenizer: Tokenizer, placed: Sequence[Placed]) -> CompletionLogprobs:
     """The form of completions."""
     ids = [one.found.token_id for one in placed]
-    tops = []
+    tops: list[dict[str, float] | None] = []
     for one in placed:
         top = {shown(tokenizer, i, "bytes:"): finite(value) for i, value in one.found.top}
         # As there, the token that was taken is among them even where it is not a likely one.

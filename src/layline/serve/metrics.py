@@ -82,6 +82,8 @@ class EngineCollector(Collector):
             ("prefix_lookup_tokens", "Tokens looked for in the cache.", cache.prefix_lookups),
             ("prefix_hit_tokens", "Tokens found in the cache.", cache.prefix_hits),
             ("preemptions", "Requests that lost their cache blocks.", cache.preemptions),
+            ("draft_tokens", "Drafts that steps verified.", cache.drafted),
+            ("accepted_draft_tokens", "Drafts that became tokens.", cache.accepted),
         ):
             yield CounterMetricFamily(f"layline_{name}", text, value=value)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from layline.serve.forms import PastCall, ResponseFormat, StructuredOutputs, Tool, ToolChoice
 from layline.serve.settings import MAX_CHOICES
 
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -49,6 +50,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: Annotated[list[Id], Meta(max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 Prompt = str | list[str | Id | list[Id]]
@@ -65,6 +67,18 @@ class CompletionRequest(Sampling):
     suffix: str | None = None
 
 
+class EmbeddingRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of /v1/embeddings; ``priority`` and ``cache_salt`` are this server's own."""
+
+    model: str
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    user: str | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+
+
 class ContentPart(Struct, forbid_unknown_fields=True, kw_only=True):
     """A part of a message; only text is read."""
 
@@ -78,19 +92,12 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[PastCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: dict[str, Any] | None = None
     function_call: dict[str, Any] | None = None
-
-
-class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The form that an answer must have."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
 
 
 class ChatRequest(Sampling):
@@ -106,8 +113,8 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     modalities: list[str] | None = None

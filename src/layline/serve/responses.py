@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptDetails(Struct):
@@ -49,11 +50,14 @@ class ChatLogprobs(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Log-probabilities of a completion; ``bytes`` is this server's own field."""
+    """Log-probabilities of a completion; ``bytes`` is this server's own field.
+
+    None stands for those of the first token of a prompt.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
     bytes: list[list[int]]
 
@@ -79,12 +83,52 @@ class Completion(Struct):
     system_fingerprint: str | None = None
 
 
-class AnswerMessage(Struct):
-    """What the assistant says."""
+class Embedding(Struct):
+    """One text's vector: numbers, or in base64 as little-endian float32."""
 
-    content: str
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    """Token counts of a request for embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct):
+    """The answer of /v1/embeddings."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+class CallFunction(Struct):
+    """The function that is called, and its arguments: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    """A function that the assistant asks to be called."""
+
+    id: str
+    function: CallFunction
+    type: Literal["function"] = "function"
+
+
+class AnswerMessage(Struct):
+    """What the assistant says; no content where it only calls."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -93,7 +137,7 @@ class ChatChoice(Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(Struct):
@@ -108,12 +152,29 @@ class ChatCompletion(Struct):
     system_fingerprint: str | None = None
 
 
+class FunctionDelta(Struct):
+    """The name of a call's function, with its first event, and more of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(Struct):
+    """A piece of call ``index``; ``id`` and ``type`` come with its first."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
 class Delta(Struct):
     """What an event of a chat stream adds."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     refusal: UnsetType | None = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(Struct):
@@ -122,7 +183,7 @@ class ChunkChoice(Struct):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatChunk(Struct):

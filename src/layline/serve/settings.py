@@ -7,6 +7,8 @@ from typing import Any
 
 from layline.serve.hosts import is_loopback
 
+TOOL_PARSERS = ("auto", "hermes", "llama", "mistral", "pythonic", "none")
+"""What ``tool_parser`` may be: a form of ``layline.text.tools.formats``, to be found, or none."""
 MAX_CHOICES = 128
 """The most answers of one request, over all its prompts."""
 
@@ -17,6 +19,7 @@ class ServeSettings:
 
     ``max_body`` is in bytes, names that end in ``_s`` are seconds. ``requests_per_minute`` and
     ``tokens_per_minute`` hold for each key, or for everybody where there are no keys.
+    ``tool_parser`` names the form in which the model calls functions, or is ``auto`` or ``none``.
     ``linger_s`` is how long a server whose engine failed goes on saying so before it ends.
     ``address`` is what ``host`` was found to be when the socket was bound. ``allowed_hosts`` are
     names by which clients may call the server, besides those of its own machine.
@@ -26,6 +29,7 @@ class ServeSettings:
     address: str | None = None
     port: int = 8000
     model_name: str = "model"
+    tool_parser: str = "auto"
     api_keys: tuple[str, ...] = ()
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None

@@ -8,7 +8,6 @@ from layline.serve.requests import ChatRequest, CompletionRequest
 
 def refuse_chat(body: ChatRequest) -> None:
     """Raise ApiError for a field that asks a chat answer for what is not there."""
-    refuse_format(body)
     refuse_tools(body)
     if body.modalities is not None and body.modalities != ["text"]:
         raise unsupported("modalities", "answers are text; expected ['text']")
@@ -16,23 +15,14 @@ def refuse_chat(body: ChatRequest) -> None:
         raise unsupported("audio", "answers are text; leave it out")
 
 
-def refuse_format(body: ChatRequest) -> None:
-    """Raise ApiError for an answer that must follow a grammar."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise unsupported(
-            "response_format",
-            f"{body.response_format.type!r} is not supported in this version; expected 'text'",
-        )
-
-
 def refuse_tools(body: ChatRequest) -> None:
-    """Raise ApiError for tools that the model might call; with tool_choice "none" it may not."""
-    if body.tools and body.tool_choice != "none":
-        raise unsupported("tools", "tool calls are not supported; set tool_choice to 'none'")
+    """Raise ApiError for what is said of tools that are not there, and for the older functions."""
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise invalid("'tool_choice' is only allowed when 'tools' are specified.", "tool_choice")
     if body.functions and body.function_call != "none":
-        raise unsupported("functions", "function calls are not supported; leave it out")
+        raise unsupported("functions", "it is the older form of 'tools'; use those")
+    if body.function_call not in (None, "none", "auto"):
+        raise unsupported("function_call", "it is the older form of 'tool_choice'; use that")
 
 
 def refuse_completion(body: CompletionRequest) -> None:
@@ -42,17 +32,23 @@ def refuse_completion(body: CompletionRequest) -> None:
         raise unsupported("best_of", f"answers are not ranked; expected {choices}, which is n")
     if body.suffix:
         raise unsupported("suffix", "text is not inserted; leave it out")
-    if body.echo and body.logprobs is not None:
-        raise unsupported(
-            "logprobs", "log-probabilities of a prompt are not computed; leave out echo or logprobs"
-        )
 
 
 def refuse_embeddings(model: str) -> ApiError:
-    """The answer of /v1/embeddings while no model here makes embeddings."""
+    """The answer of /v1/embeddings where the model makes none."""
     return ApiError(
         400,
         f"The model '{model}' generates text and makes no embeddings.",
+        param="model",
+        code="model_not_supported",
+    )
+
+
+def refuse_text(model: str) -> ApiError:
+    """The answer to who asks a model for text that makes embeddings."""
+    return ApiError(
+        400,
+        f"The model '{model}' makes embeddings and generates no text; use /v1/embeddings.",
         param="model",
         code="model_not_supported",
     )

@@ -33,17 +33,23 @@ class IncrementalDecoder:
         tokenizer: whose ids these are.
         prompt_ids: the ids before the completion; their text is never given out.
         skip_special: leave out special tokens (end of text, turn markers), as ``decode`` does.
+        shown_ids: special tokens that are not left out.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        skipped = tokenizer.special_ids if skip_special else frozenset()
+        skipped = tokenizer.special_ids - shown_ids if skip_special else frozenset()
         stream: _Bytes | _Window
         if tokenizer.decoding.exact:
             stream = _Bytes(tokenizer, prompt_ids, skipped)
         else:
-            stream = _Window(tokenizer, prompt_ids, skip_special)
+            stream = _Window(tokenizer, prompt_ids, skip_special and not shown_ids)
         self._skipped = skipped
         self._stream = stream
 

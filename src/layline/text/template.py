@@ -35,6 +35,19 @@ class ChatTemplate:
         self._limits = limits or Limits()
         self._environment: ChatEnvironment | None = None
         self._prepared: dict[str, Any] = {}
+        self._takes_tools: bool | None = None
+
+    @property
+    def tools_source(self) -> str:
+        """The source of the template that is taken when there are tools."""
+        return self.sources.get("tool_use", self.sources.get("default", ""))
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether that template reads the functions that the model may call."""
+        if self._takes_tools is None:
+            self._takes_tools = _reads_tools(self.tools_source)
+        return self._takes_tools
 
     def render(
         self,
@@ -92,6 +105,21 @@ class ChatTemplate:
             raise PromptError(f"the chat template refuses these messages: {_line(error)}") from None
         except Exception as error:  # a template can raise anything Python can
             raise PromptError(f"the chat template failed: {_line(error)}") from None
+
+
+def _reads_tools(source: str) -> bool:
+    from jinja2 import meta
+    from jinja2.exceptions import TemplateError
+
+    from layline.text.sandbox import ChatEnvironment
+
+    if "tools" not in source or len(source) > Limits.source:
+        return False
+    try:
+        tree = ChatEnvironment(Limits()).parse(source)
+        return "tools" in meta.find_undeclared_variables(tree)
+    except (TemplateError, RecursionError):
+        return False
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 from layline.cli import session
 from layline.cli.main import main
 from layline.engine.output import GenerationOutput, StreamChunk, Timing, Usage
+from layline.engine.scheduler import SchedulerStats
 from layline.errors import LaylineError, PromptError
 
 
@@ -43,6 +44,9 @@ class FakeLLM:
 
     def worker_peaks(self) -> list[int]:
         return self.peaks
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(drafted=9, accepted=5)
 
     @property
     def tokenizer(self) -> SimpleNamespace:

@@ -61,6 +61,12 @@ def test_stats_count_decoding_without_the_first_token(layline: Any, loader: Any)
     assert "2 prompt tokens, first token after 0.50 s" in err
     assert "4 tokens, 2.0 tokens/s" in err
     assert "peak memory" in err
+    assert "drafts" not in err
+
+
+def test_stats_tell_what_became_of_drafts(layline: Any, loader: Any) -> None:
+    err = layline("generate", "x", "--stats", "--speculative", "ngram").err
+    assert "5 of 9 drafts accepted" in err
 
 
 def test_flags_reach_the_engine_and_the_sampler(layline: Any, loader: Any) -> None:

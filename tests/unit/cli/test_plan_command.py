@@ -116,14 +116,31 @@ def test_totals_of_a_step_count_what_the_lines_hold(folder: Any) -> None:
         for one in line.collectives:
             key = (one.group.name, one.in_compute)
             by_hand[key] = by_hand.get(key, 0) + times
-    # The embedding, its sum and the head; a scatter and a gather into each FFN; two sums back, and
-    # the last one in compute.
+    # Sampled ids, the embedding and the head; a scatter and a gather into each FFN; two sums back,
+    # and the last one in compute.
     assert by_hand == {
-        ("ATTN_TP", True): 2,
+        ("ATTN_TP", True): 3,
         ("ATTN_TP", False): 3,
         ("TP", False): 3 + 2,
         ("TP", True): 1,
     }
+
+
+def test_sampled_ids_are_exchanged_where_steps_overlap(folder: Any) -> None:
+    """From the rank that draws to the others of its attention DP rank."""
+
+    def lines(variant: str = "ordinary", **flags: Any) -> list[str]:
+        plan = open_plan(folder(), flags, variant)
+        found = [line for line in plan.lines if line.name == "sampled ids"]
+        return [str(one.group.name) for line in found for one in line.collectives]
+
+    assert lines(tp=4, attn_cp=2) == ["ATTN_TP", "ATTN_CP"]
+    assert lines(tp=4, attn_cp=4) == ["ATTN_CP"]
+    assert lines(tp=2, input_scattered=True, variant="input-scattered") == ["ATTN_TP"]
+    assert lines(tp=4, attn_dp=4) == lines() == []
+    assert lines(tp=4, overlap=False) == []
+    # Prompts are known.
+    assert lines(tp=4, attn_cp=2, variant="context-parallel") == []
 
 
 READ = """
@@ -418,6 +435,25 @@ def test_memory_is_what_a_rank_holds(
     assert planned.weights == loaded.weight_bytes + 4 * vectors
     loaded.bind_cache(2)
     assert planned.kv_per_token == loaded.cache_bytes // 32
+
+
+def test_memory_of_a_rank_counts_a_draft_model(layline: Any, folder: Any) -> None:
+    model, draft = folder("LlamaForCausalLM"), folder("Qwen3ForCausalLM")
+    flags = ("--speculative", "draft", "--speculative-model", draft)
+    text = " ".join(layline("plan", model, "--tp", "2", *flags).out.split())
+    assert "draft model: Qwen3ForCausalLM, " in text
+    assert "policy ar (auto: the table's choice for Qwen3ForCausalLM)" in text
+    found = [
+        json.loads(layline("plan", *arguments, "--tp", "2", "--json").out)
+        for arguments in ((model,), (draft,), (model, *flags))
+    ]
+    alone, beside, both = (each["memory_per_rank"] for each in found)
+    for name in ("weights_bytes", "kv_bytes_per_token"):
+        assert both[name] == alone[name] + beside[name]
+    assert found[0]["draft_model"] is None
+    assert found[0]["lines"] == found[2]["lines"]
+    asked = layline("plan", model, *flags, "--speculative-boundary-reduction", "rs", "--json")
+    assert json.loads(asked.out)["draft_model"]["policy"] == {"name": "rs", "reason": "asked for"}
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])

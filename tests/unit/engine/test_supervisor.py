@@ -23,6 +23,7 @@ from layline.boundary.rows import DpPadding
 from layline.engine import wire
 from layline.engine.balance import SampleRow
 from layline.engine.launch import start_rank, worker_environment
+from layline.engine.outcome import FailedRow
 from layline.engine.ranks import Limits, RankLink, is_sibling, rank_title
 from layline.engine.remote import RemoteExecutor
 from layline.engine.step import IDLE, MeshStep, RankStep, ordinary_step
@@ -40,9 +41,11 @@ QUICK = Limits(silence=1.6, starting=20.0, stopping=1.0)
 class Run:
     """An executor over fake ranks, and their processes."""
 
-    def __init__(self, *behaviours: str, limits: Limits = QUICK) -> None:
+    def __init__(
+        self, *behaviours: str, limits: Limits = QUICK, topology: Topology | None = None
+    ) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        topology = Topology(tp=len(behaviours))
+        topology = topology or Topology(tp=len(behaviours))
 
         def open_ranks() -> Iterator[RankLink]:
             for rank, behaviour in enumerate(behaviours):
@@ -71,7 +74,7 @@ class Run:
 def run() -> Iterator[Callable[..., Run]]:
     made: list[Run] = []
 
-    def make(*behaviours: str, **options: Limits) -> Run:
+    def make(*behaviours: str, **options: Any) -> Run:
         made.append(Run(*behaviours, **options))
         return made[-1]
 
@@ -90,7 +93,7 @@ def test_ranks_answer_and_end_when_told(run: Callable[..., Run]) -> None:
     it = run("good", "good", "good").start()
     assert it.executor.num_blocks == 40, "the smallest that a rank can have"
     for number in range(1, 50):
-        assert it.executor.execute(*a_step()) == [[(number, None)]]
+        assert it.executor.execute(*a_step()).tokens == [[(number, None)]]
     used = it.executor.memory()
     assert (used.weights, used.kv_cache, used.worker_peaks) == (3000, 1200, (100, 101, 102))
     it.executor.close(5)
@@ -99,6 +102,59 @@ def test_ranks_answer_and_end_when_told(run: Callable[..., Run]) -> None:
         it.executor.execute(*a_step())
     it.executor.release(0, 0)
     it.executor.close()
+
+
+def test_steps_are_sent_ahead_and_their_answers_kept_apart(run: Callable[..., Run]) -> None:
+    """Two leaders: one may be steps ahead of the other."""
+    it = run("good", "slow", topology=Topology(tp=2, attn_dp=2)).start()
+    part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
+    step = ordinary_step((part, part), 1, DpPadding.MAX_LEN)
+    rows = [[SampleRow(0, 1)], [SampleRow(1, 1)]]
+    first = it.executor.launch(step, rows, None)
+    second = it.executor.launch(step, rows, first)
+    # What is asked in between loses none of them.
+    assert it.executor.memory().worker_peaks == (100, 101)
+    third = it.executor.launch(step, rows, second)
+    for number, launched in ((1, first), (2, second), (3, third)):
+        # Every fake rank answers for all rows.
+        tokens = it.executor.collect(launched)
+        assert tokens == [[(number, None), (number, None)]] * 2
+    # Steps that nobody asks for are forgotten with the next that somebody does.
+    dropped = it.executor.launch(step, rows, third)
+    assert it.executor.execute(step, rows).tokens == [[(5, None), (5, None)]] * 2
+    assert dropped != third
+    assert it.executor.execute(step, rows).tokens == [[(6, None), (6, None)]] * 2
+    assert len(it.supervisor._steps) == 1
+
+
+def test_an_interrupted_wait_keeps_what_has_come(run: Callable[..., Run]) -> None:
+    it = run("good", "slow", topology=Topology(tp=2, attn_dp=2)).start()
+    part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
+    step = ordinary_step((part, part), 1, DpPadding.MAX_LEN)
+    rows = [[SampleRow(0, 1)], [SampleRow(1, 1)]]
+    launched = it.executor.launch(step, rows, None)
+    inbox: Any = it.supervisor._inbox
+
+    class Interrupted:
+        """The quick rank's answer, and then somebody presses Ctrl-C."""
+
+        calls = 0
+
+        def put(self, item: Any) -> None:
+            inbox.put(item)
+
+        def get(self) -> Any:
+            self.calls += 1
+            if self.calls == 2:
+                raise KeyboardInterrupt
+            return inbox.get()
+
+    waiting: Any = it.supervisor
+    waiting._inbox = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        it.executor.collect(launched)
+    waiting._inbox = inbox
+    assert it.executor.collect(launched) == [[(1, None), (1, None)]] * 2
 
 
 def step_until_it_fails(it: Run) -> None:
@@ -166,7 +222,7 @@ def test_a_rank_that_stops_before_its_first_word_is_silent_at_once(run: Callable
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_may_be_silent_as_long_as_it_loads_libraries(run: Callable[..., Run]) -> None:
     it = run("early:quiet:3", "good", limits=Limits(silence=1.6, starting=20.0)).start()
-    assert it.executor.execute(*a_step()) == [[(1, None)]]
+    assert it.executor.execute(*a_step()).tokens == [[(1, None)]]
 
 
 def test_the_limit_that_was_broken_is_printed(run: Callable[..., Run]) -> None:
@@ -203,7 +259,7 @@ def test_the_first_to_end_is_the_cause(run: Callable[..., Run]) -> None:
 def test_a_failure_can_be_awaited_once(run: Callable[..., Run]) -> None:
     it = run("die", "hang").start()
     assert not it.supervisor.await_failure(0.1)
-    it.supervisor.post(wire.Step(1, [], "", [], "", [], {}, []))
+    it.supervisor.post(wire.Step(1, 0, [], "", [], "", [], {}, []))
     with pytest.raises(RunError, match=r"^rank 0 .* ended unexpectedly"):
         it.supervisor.await_failure(5.0)
     assert it.supervisor.await_failure(5.0), "it has been told"
@@ -273,11 +329,10 @@ def test_a_program_that_cannot_start_is_an_error() -> None:
     supervisor.close()
 
 
-def test_a_refused_sample_leaves_the_ranks_running(run: Callable[..., Run]) -> None:
-    it = run("refuse:RunError", "good").start()
+def test_a_row_without_a_token_leaves_the_ranks_running(run: Callable[..., Run]) -> None:
+    it = run("refuse", "good").start()
     for _ in range(2):
-        with pytest.raises(RunError, match=r"^no token$"):
-            it.executor.execute(*a_step())
+        assert it.executor.execute(*a_step()).tokens == [[FailedRow("no token", "a place")]]
     assert len(it.alive()) == 2
 
 
@@ -288,8 +343,8 @@ def test_an_interrupted_step_can_be_taken_again(run: Callable[..., Run]) -> None
     with pytest.raises(KeyboardInterrupt):
         it.executor.execute(*a_step())
     # The reply to the first is dropped: the second step has its own number.
-    assert it.executor.execute(*a_step()) == [[(2, None)]]
-    assert it.executor.execute(*a_step()) == [[(3, None)]]
+    assert it.executor.execute(*a_step()).tokens == [[(2, None)]]
+    assert it.executor.execute(*a_step()).tokens == [[(3, None)]]
 
 
 def test_a_driver_that_was_stopped_itself_accuses_nobody(run: Callable[..., Run]) -> None:
@@ -305,7 +360,7 @@ def test_a_driver_that_was_stopped_itself_accuses_nobody(run: Callable[..., Run]
         time.sleep(0.4)
         offset[0] = 3600.0
         time.sleep(0.8)
-        assert it.executor.execute(*a_step()) == [[(1, None)]]
+        assert it.executor.execute(*a_step()).tokens == [[(1, None)]]
     finally:
         watched.monotonic = original
 
@@ -358,10 +413,12 @@ def test_titles_name_the_place() -> None:
 
 
 def test_the_idle_part_travels(run: Callable[..., Run]) -> None:
-    it = run("good").start()
+    it = run("good", "good", attn_dp=2).start()
     part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
     step = ordinary_step((IDLE, part), 1)
-    assert it.executor.execute(step, [[], [SampleRow(0, 0)]]) == [[(1, None)]]
+    # A fake rank answers the rows of all.
+    answers = [[(1, None)], [(1, None)]]
+    assert it.executor.execute(step, [[], [SampleRow(0, 0)]]).tokens == answers
 
 
 def test_a_collective_error_is_a_run_error() -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from layline import LLM
 from layline.engine.statistics import Histogram
 from layline.engine.step_times import PARTS, PassTimes, StepTimes
 from layline.serve.page import FILES
 from layline.serve.page.description import groups, pipeline
 from layline.serve.settings import ServeSettings
 from layline.topology import Topology
-from support.serving import NAME, client_on, wait_for
+from support.serving import NAME, client_on, service_on, wait_for
 
 HOSTILE = "</script><script>alert(1)</script>\"'"
 
@@ -145,6 +146,20 @@ def test_metrics_count_what_was_done(client: Any) -> None:
     )) in numbers(client)  # fmt: skip
 
 
+def test_metrics_count_drafts(checkpoint: Any) -> None:
+    llm = LLM(str(checkpoint[0]), threads=1, max_model_len=512, speculative="ngram")
+    with service_on(llm) as service, client_on(service) as client:
+        prompt = [21, 22, 23, 24, 25] * 6
+        body = {"model": NAME, "prompt": prompt, "max_tokens": 60, "temperature": 0}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        found = numbers(client)
+    drafted = found["layline_draft_tokens_total", ()]
+    assert drafted >= found["layline_accepted_draft_tokens_total", ()] > 0
+    assert drafted == llm.stats().drafted
+    assert found["layline_generated_tokens_total", ()] == 60
+    assert found["layline_steps_total", ()] < 60
+
+
 def test_metrics_say_what_serves_and_how_much_it_holds(client: Any, service: Any) -> None:
     found = numbers(client)
     (build,) = [dict(labels) for name, labels in found if name == "layline_build_info"]
@@ -199,6 +214,7 @@ def test_of_several_ranks_the_slowest_counts() -> None:
     times.end_step()
     totals = {name: (sum(part.counts), part.total) for name, part in times.parts.items()}
     assert totals == {
+        "draft": (0, 0.0),
         "schedule": (1, 0.5),
         "prepare": (1, 1.0),
         "execute": (1, 4.0),
