@@ -451,7 +451,9 @@ def test_memory_of_a_rank_counts_a_draft_model(layline: Any, folder: Any) -> Non
     for name in ("weights_bytes", "kv_bytes_per_token"):
         assert both[name] == alone[name] + beside[name]
     assert found[0]["draft_model"] is None
-    assert found[0]["lines"] == found[2]["lines"]
+    # Steps do not overlap where somebody guesses, so no ids are exchanged.
+    lines = [line for line in found[0]["lines"] if line["name"] != "sampled ids"]
+    assert lines == found[2]["lines"] != found[0]["lines"]
     asked = layline("plan", model, *flags, "--speculative-boundary-reduction", "rs", "--json")
     assert json.loads(asked.out)["draft_model"]["policy"] == {"name": "rs", "reason": "asked for"}
 
