@@ -202,7 +202,6 @@ def test_the_first_use_of_a_slot_is_behind_its_clear(places: tuple[int, int]) ->
     # pipeline G17
     assert first_use(places, None)
     assert not first_use(places, Fault.SKIP_GROWTH_SYNC)
-    assert not first_use(places, Fault.FIRST_USE_CLEAR_LATE)
 
 
 def reuse(places: tuple[int, int], fault: Fault | None, *, consumer: bool = False) -> bool:
@@ -262,7 +261,16 @@ def test_a_stalled_producer_is_waited_for(places: tuple[int, int]) -> None:
     assert not early_read(places, Fault.DROP_TX_WAIT)
 
 
-@pytest.mark.parametrize("fault", [Fault.EARLY_RX_RECORD, Fault.DROP_RX_WAIT, Fault.DROP_TX_WAIT])
+# The last two depend on luck in the bits: nothing can stall a device between the host's two calls.
+CHECKED = [
+    Fault.DROP_RX_WAIT,
+    Fault.DROP_TX_WAIT,
+    Fault.EARLY_RX_RECORD,
+    Fault.FIRST_USE_CLEAR_LATE,
+]
+
+
+@pytest.mark.parametrize("fault", CHECKED)
 def test_the_race_checker_sees_faults_here_too(fault: Fault) -> None:
     checker = HappensBefore()
     with make_streams("cuda", recorder=checker) as streams:
