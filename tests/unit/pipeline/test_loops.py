@@ -254,13 +254,12 @@ def walk_after_loading(pipeline: ToyPipeline) -> None:
 @pytest.mark.parametrize(
     ("fault", "case"),
     [
-        (Fault.SHARED_SCRATCH, share_scratch),
-        (Fault.DROP_ENTRY_FENCE, enter_from_the_caller),
-        (Fault.DROP_PUBLISH, use_the_result),
-        (Fault.DROP_BIRTH_BARRIER, admit_between_steps),
-        (Fault.DROP_LOAD_BARRIER, walk_after_loading),
+        pytest.param(Fault.SHARED_SCRATCH, share_scratch, id="shared_scratch"),
+        pytest.param(Fault.DROP_ENTRY_FENCE, enter_from_the_caller, id="drop_entry_fence"),
+        pytest.param(Fault.DROP_PUBLISH, use_the_result, id="drop_publish"),
+        pytest.param(Fault.DROP_BIRTH_BARRIER, admit_between_steps, id="drop_birth_barrier"),
+        pytest.param(Fault.DROP_LOAD_BARRIER, walk_after_loading, id="drop_load_barrier"),
     ],
-    ids=str,
 )
 def test_a_missing_order_is_a_race(fault: Fault, case: Callable[[ToyPipeline], None]) -> None:
     # pipeline G26, G28, G29, G30, G32, G33, G59
