@@ -1,20 +1,31 @@
 """Layline: an LLM inference engine built around what crosses a line.
 
-Importing this package imports neither torch nor transformers; ``LLM``, ``SamplingParams`` and
-``Grammar`` are loaded when first used.
+Importing this package imports neither torch nor transformers; what it offers is loaded when first
+used.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from layline.engine.answers import Submission
+    from layline.engine.async_engine import AsyncEngine
     from layline.engine.llm import LLM
     from layline.grammar import Grammar
     from layline.sampling import SamplingParams
 
 __version__ = "0.1.0.dev0"
-__all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "Grammar", "SamplingParams", "Submission", "__version__"]
+
+_HOMES = (
+    ("LLM", "layline.engine.llm"),
+    ("AsyncEngine", "layline.engine.async_engine"),
+    ("Submission", "layline.engine.answers"),
+    ("Grammar", "layline.grammar"),
+    ("SamplingParams", "layline.sampling"),
+)
 
 
 def __dir__() -> list[str]:
@@ -22,16 +33,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    if name == "LLM":
-        from layline.engine.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from layline.sampling import SamplingParams
-
-        return SamplingParams
-    if name == "Grammar":
-        from layline.grammar import Grammar
-
-        return Grammar
+    for public, home in _HOMES:
+        if name == public:
+            return getattr(import_module(home), name)
     raise AttributeError(f"module 'layline' has no attribute {name!r}")

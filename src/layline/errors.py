@@ -19,6 +19,7 @@
     └── RunError (RuntimeError)             the run itself failed                          exit 3
         ├── CollectiveError                     ranks disagree, or a peer does not answer
         ├── OverloadedError                     more requests wait than may
+        ├── RequestError                        one request failed; all others go on
         └── StoppingError                       the engine ends and takes nothing new
 
 The command line prints the message as one line and exits with ``exit_status``.
@@ -27,7 +28,8 @@ The command line prints the message as one line and exits with ``exit_status``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class LaylineError(Exception):
@@ -112,6 +114,17 @@ class CollectiveError(RunError):
 
 class OverloadedError(RunError):
     """As many requests wait as may; a later attempt can succeed."""
+
+
+class RequestError(RunError):
+    """One request failed, and nothing else.
+
+    Where several were asked for together, ``outputs`` has what all of them gave.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
 
 
 class StoppingError(RunError):

@@ -47,7 +47,8 @@ class SamplingParams:
     """How one request's tokens are chosen and when it ends. Validated when made, then frozen.
 
     Args:
-        max_tokens: most tokens to generate; None leaves it to the context length.
+        max_tokens: most tokens to generate; None leaves it to the context length; 0 only with
+            ``prompt_logprobs``.
         min_tokens: until this many are generated, end-of-sequence and stop ids cannot be chosen.
         temperature: 0 to 100; below 1e-5 the most likely token is taken (lowest id among equals).
         top_k: keep this many most likely ids; 0 or -1 keeps all.
@@ -65,6 +66,8 @@ class SamplingParams:
         seed: makes the draws repeatable; None gives each request a fresh one.
         logprobs: alternatives to report beside each chosen token (0 to 20; 0 reports only the
             chosen one, None nothing).
+        prompt_logprobs: the same for each token of the prompt but the first. The whole prompt is
+            computed for it, so that ``max_tokens`` may be 0 then: nothing is generated.
         skip_special: leave special tokens out of the text.
         grammar: what the text must look like. The end-of-sequence id can be chosen exactly where
             the text is complete, and only there where nothing can follow under ``min_tokens`` and
@@ -92,6 +95,7 @@ class SamplingParams:
     include_stop_in_output: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special: bool = True
     grammar: Grammar | None = None
 
@@ -107,8 +111,9 @@ class SamplingParams:
                 raise SamplingError(f"{name} {value!r} is not a boolean; use True or False")
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, -_SEED_LIMIT, _SEED_LIMIT - 1))
-        if self.logprobs is not None:
-            self._set("logprobs", _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._set(name, _integer(name, getattr(self, name), 0, MAX_TOP_LOGPROBS))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise SamplingError(f"grammar is {type(self.grammar).__name__}; expected a Grammar")
 
@@ -117,7 +122,8 @@ class SamplingParams:
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1))
+            least = 1 if self.prompt_logprobs is None else 0
+            self._set("max_tokens", _integer("max_tokens", self.max_tokens, least))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from layline.engine.balance import SampleRow
-from layline.engine.executor import Token
+from layline.engine.outcome import Outcome, StepResult
 from layline.engine.request import Request
 from layline.engine.speculation.proposer import DraftRoom
 from layline.engine.step import MeshStep
@@ -71,12 +71,13 @@ class CheckedDraftModel:
         self.live: dict[int, Request] = {}
         self.computed = 0
 
-    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
-        return [self._run(rank, part, rows[rank]) for rank, part in enumerate(step.parts)]
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        parts = enumerate(step.parts)
+        return StepResult([self._run(rank, part, rows[rank]) for rank, part in parts], [])
 
-    def _run(self, rank: int, part: Any, rows: Sequence[SampleRow]) -> list[Token]:
+    def _run(self, rank: int, part: Any, rows: Sequence[SampleRow]) -> list[Outcome]:
         cache, row, left = self._cache[rank], 0, list(rows)
-        tokens: list[Token] = []
+        tokens: list[Outcome] = []
         for span, samples in zip(part.spans, part.samples, strict=True):
             (request,) = [each for each in self.live.values() if each.blocks is span.blocks]
             assert request.attn_dp == rank

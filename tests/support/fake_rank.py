@@ -2,7 +2,8 @@
 
 Answers every row of a step with the step's number, and does what BEHAVIOUR says once it is told to
 run a step (or, for ``load:...``, to load; for ``early:...``, before its first word): die, stop, be
-quiet for a while, talk nonsense, hang, or fail with the name of an error.
+quiet for a while, talk nonsense, hang, or fail with the name of an error; to refuse is to have
+no token for the first row.
 """
 
 from __future__ import annotations
@@ -62,11 +63,8 @@ def main() -> None:
                 time.sleep(0.3)
             misbehave(connection, behaviour)
             ids = [message.number for part in message.rows for _ in part]
-            if behaviour.startswith("refuse:"):
-                name = behaviour.partition(":")[2]
-                connection.send(wire.Refused(message.number, name, "no token"))
-            else:
-                connection.send(wire.Tokens(message.number, ids, [None] * len(ids)))
+            failed = [(0, "no token", "a place")] if behaviour == "refuse" else []
+            connection.send(wire.Tokens(message.number, ids, [None] * len(ids), failed=failed))
 
 
 if __name__ == "__main__":

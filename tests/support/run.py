@@ -27,6 +27,7 @@ class Recorder:
 
     def __init__(self, loaded: LoadedModel, forced: Sequence[Sequence[int]] = ()) -> None:
         self._runner = loaded.runner
+        self.clock = loaded.runner.clock
         self._forced = [list(ids) for ids in forced]
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.plans: list[StepPlan] = []

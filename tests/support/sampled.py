@@ -9,8 +9,8 @@ import torch
 
 from layline import LLM
 from layline.engine.balance import SampleRow
-from layline.engine.executor import Token
 from layline.engine.local import LocalExecutor
+from layline.engine.outcome import StepResult
 from layline.engine.step import MeshStep
 
 
@@ -22,6 +22,7 @@ class SampledLogits:
         assert isinstance(executor, LocalExecutor)
         self._execute = executor.execute
         self._run = executor._runner.run
+        self.clock = executor._runner.clock
         self._asked: list[SampleRow] = []
         self.rows: dict[tuple[int, int], torch.Tensor] = {}
         self.steps: list[MeshStep] = []
@@ -29,7 +30,7 @@ class SampledLogits:
         patched.execute = self.execute
         patched._runner = self
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]]) -> list[list[Token]]:
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]]) -> StepResult:
         self._asked = list(rows[0])
         self.steps.append(step)
         return self._execute(step, rows)

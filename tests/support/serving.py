@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import httpx2
 import psutil
@@ -29,6 +30,7 @@ from layline.serve.summary import usable_kv_bytes
 from support.tiny import tiny_model, tiny_tokenizer
 
 NAME = "tiny"
+_ENGINES: WeakKeyDictionary[LLM, AsyncEngine] = WeakKeyDictionary()
 LONG = 1 << 14
 TEMPLATE = "{% for m in messages %}w3 {{ m.role }} {{ m.content }} {% endfor %}w4"
 
@@ -57,10 +59,32 @@ def plan_of(llm: LLM, **changes: Any) -> ModelPlan:
 
 
 @contextmanager
-def service_on(llm: LLM, max_open: int | None = None, **settings: Any) -> Iterator[Service]:
-    """A service on a loaded model."""
-    engine = AsyncEngine(llm, max_open=max_open)
+def engine_on(llm: LLM, max_open: int | None) -> Iterator[AsyncEngine]:
+    """The one asynchronous engine of a model: two at once would take each other's tokens.
+
+    Blocks within each other share it.
+    """
+    engine = _ENGINES.get(llm)
+    if engine is not None:
+        before, engine._max_open = engine._max_open, max_open
+        try:
+            yield engine
+        finally:
+            engine._max_open = before
+        return
+    engine = _ENGINES[llm] = AsyncEngine(llm, max_open=max_open)
     try:
+        yield engine
+    finally:
+        del _ENGINES[llm]
+        engine.close()
+
+
+@contextmanager
+def service_on(llm: LLM, max_open: int | None = None, **settings: Any) -> Iterator[Service]:
+    """A service on a loaded model; several may be open on one."""
+    settings = {"allowed_hosts": ("testserver",), **settings}
+    with engine_on(llm, max_open) as engine:
         yield Service(
             engine=engine,
             tokenizer=llm.tokenizer,
@@ -68,9 +92,9 @@ def service_on(llm: LLM, max_open: int | None = None, **settings: Any) -> Iterat
             settings=ServeSettings(model_name=NAME, **settings),
             about=describe(plan_of(llm), llm.engine_config),
             kv_bytes=usable_kv_bytes(llm),
+            pooling=llm.facts.pooling,
+            hidden_size=llm.facts.config.hidden_size,
         )
-    finally:
-        engine.close()
 
 
 @contextmanager
@@ -81,6 +105,14 @@ def client_on(service: Service, **options: Any) -> Iterator[Any]:
     options = {"base_url": "http://127.0.0.1", **options}
     with TestClient(build_app(service), **options) as client:
         yield client
+
+
+def sdk_on(client: Any, **options: Any) -> Any:
+    """OpenAI's own client, asking through ``client``."""
+    import openai
+
+    options = {"api_key": "none", "max_retries": 0, **options}
+    return openai.OpenAI(base_url=client.base_url.join("/v1"), http_client=client, **options)
 
 
 def events(response: Any) -> list[Any]:

@@ -219,6 +219,8 @@ def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings, planned: Mo
         settings=settings,
         about=describe(planned, llm.engine_config),
         kv_bytes=usable_kv_bytes(llm),
+        pooling=llm.facts.pooling,
+        hidden_size=llm.facts.config.hidden_size,
     )
     serving = server.Serving(build_app(service), settings, ready)
     try:

@@ -12,9 +12,10 @@ from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
 from layline.engine.balance import MeshScheduler, SampleRow
 from layline.engine.core import Engine
-from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
+from layline.engine.executor import Executor, MemoryUse, RowSpec
 from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
+from layline.engine.outcome import StepResult
 from layline.engine.planned import ITEMSIZES, ModelPlan
 from layline.engine.step import MeshStep
 from layline.errors import LaylineError
@@ -59,13 +60,13 @@ class RecordedExecutor:
         """See Executor."""
         self._executor.release(request_id, attn_dp)
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
-        tokens = self._executor.execute(step, rows)
+        result = self._executor.execute(step, rows)
         self.steps.append(RecordedStep(step, self._executor.collectives()))
-        return tokens
+        return result
 
-    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor. Plans are of the model, not of its draft model."""
         return self._executor.draft(step, rows)
 
@@ -102,7 +103,11 @@ def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
         scheduler = MeshScheduler.of(config, executor.num_blocks, shares=False)
         engine = Engine(model, scheduler, recorded)
         requests = [
-            engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
+            engine.submit(
+                prompt,
+                SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True),
+                embeds=model.facts.pooling is not None,
+            )
             for prompt, most in trial_prompts(plan)
         ]
         engine.run(requests)

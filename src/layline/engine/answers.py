@@ -16,12 +16,22 @@ from layline.sampling import SamplingParams, TokenLogprobs
 from layline.text.constraint import Constraint
 
 
+def again(error: LaylineError) -> LaylineError:
+    """An error as it may be raised once more, elsewhere: with a traceback of its own."""
+    copy = type(error)(*error.args)
+    for note in getattr(error, "__notes__", ()):
+        copy.add_note(note)
+    copy.__cause__ = error
+    return copy
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
     """One request to be: its prompt's token ids, and how to continue it.
 
     Those of a higher ``priority`` are admitted first; only those with the same ``cache_salt``
     share cached beginnings of prompts. ``shown_ids`` are in the text although they are special.
+    With ``embeds`` an embedding is wanted and no text.
     """
 
     prompt_ids: Sequence[int]
@@ -29,6 +39,7 @@ class Submission:
     priority: int = 0
     cache_salt: str = ""
     shown_ids: frozenset[int] = frozenset()
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +81,18 @@ class Part:
         """Tokens of the prompt that were found in the cache."""
         return 0 if self.request is None else self.request.num_cached
 
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
+        """Those of the prompt from its second token on, whole once there is a chunk."""
+        return () if self.request is None else self.request.prompt_logprobs
+
 
 class AnswerStream(AsyncIterator[Chunk]):
     """The chunks of several answers, in the order in which they come; an iterator of its own.
 
     What came while nobody asked is joined to one chunk for each answer. Leaving ``async with``
-    ends what still runs. Raises the engine's failure where it ends before the answers do.
+    ends what still runs. Raises the engine's failure where it ends before the answers do, and
+    RequestError when one of the requests failed.
     """
 
     def __init__(
@@ -98,7 +115,7 @@ class AnswerStream(AsyncIterator[Chunk]):
     async def __anext__(self) -> Chunk:
         while not self._chunks:
             if self._error is not None:
-                raise type(self._error)(*self._error.args) from self._error
+                raise again(self._error)
             if self._unfinished == 0 or self.aborted:
                 raise StopAsyncIteration
             self._waiter = self.loop.create_future()

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
-from layline.engine.answers import AnswerStream, Chunk, Part, Submission
+from layline.engine.answers import AnswerStream, Chunk, Part, Submission, again
 from layline.engine.compiling import CompileThreads
 from layline.engine.core import Engine
 from layline.engine.load import EngineLoad, cache_load
+from layline.engine.outcome import FailedRow
+from layline.engine.request import FinishReason, Request
 from layline.engine.statistics import EngineStatistics
 from layline.errors import LaylineError, OverloadedError, RunError, StoppingError
 from layline.sampling import TokenLogprobs
@@ -163,7 +165,7 @@ class AsyncEngine:
 
     def _check_runs(self) -> None:
         if self._failure is not None:
-            raise type(self._failure)(*self._failure.args) from self._failure
+            raise again(self._failure)
         if self._closed:
             raise StoppingError("the server is stopping")
 
@@ -239,6 +241,7 @@ class AsyncEngine:
                     cache_salt=given.cache_salt,
                     shown_ids=given.shown_ids,
                     constraint=part.constraint,
+                    embeds=given.embeds,
                 )
         except Exception as error:
             for part in stream.parts:
@@ -261,7 +264,7 @@ class AsyncEngine:
         gone = [part for part in self._open if part.stream.aborted]
         if gone:
             self._open = [part for part in self._open if not part.stream.aborted]
-            self.statistics.finished["abort"] += len(gone)
+            self.statistics.finished["abort"] += sum(not _has_failed(part) for part in gone)
 
     def _hand_out(self, now: float) -> None:
         """Give every loop the chunks of its streams."""
@@ -272,14 +275,12 @@ class AsyncEngine:
             if part.stream.aborted:
                 continue
             if part.request.events:
-                chunk = self._chunk(part, now)
-                ended = ended or chunk.finish_reason is not None
-                batches.setdefault(part.stream.loop, []).append((part.stream, chunk))
-            elif part.request.finish_reason is not None:
-                # Nobody here ended it: the engine gave it up.
-                ended = True
-                error = RunError("the engine gave this request up")
-                _call(part.stream.loop, part.stream.fail, error)
+                chunk = self._safe_chunk(part, part.request, now)
+                if chunk is not None:
+                    batches.setdefault(part.stream.loop, []).append((part.stream, chunk))
+            ended = ended or part.request.finish_reason is not None
+        # After the chunks that are there, so that its client has all it got.
+        failed = [part for part in self._open if ended and _ended_unsaid(part)]
         if ended:
             for part in self._open:
                 if _is_finished(part):
@@ -289,22 +290,41 @@ class AsyncEngine:
             if not _call(loop, _deliver, batch):
                 for stream, _ in batch:
                     stream.abort()
+        for part in failed:
+            self._fail(part)
 
-    def _chunk(self, part: Part, now: float) -> Chunk:
-        request, statistics = part.request, self.statistics
-        assert request is not None
+    def _fail(self, part: Part) -> None:
+        """End a stream with what one of its requests failed with."""
+        assert part.request is not None
+        error = part.request.error or RunError("the engine gave this request up")
+        self.statistics.finished["error"] += 1
+        _call(part.stream.loop, part.stream.fail, error)
+
+    def _safe_chunk(self, part: Part, request: Request, now: float) -> Chunk | None:
+        """The new chunk of a request; an error in making it is that request's alone."""
+        try:
+            return self._chunk(part, request, now)
+        except Exception as error:
+            request.events.clear()
+            request.fail(FailedRow.of(error).error())
+            self._engine.abort(request)
+            return None
+
+    def _chunk(self, part: Part, request: Request, now: float) -> Chunk:
+        statistics = self.statistics
         texts: list[str] = []
         token_ids: list[int] = []
         reason = None
         while request.events:
             event = request.events.popleft()
             texts.append(event.text)
-            token_ids.append(event.token_id)
+            if event.token_id is not None:
+                token_ids.append(event.token_id)
             reason = event.finish_reason
         statistics.generated_tokens += len(token_ids)
-        if part.num_tokens == 0:
+        if token_ids and part.num_tokens == 0:
             statistics.first_token.observe(now - part.arrived)
-        else:
+        elif token_ids:
             statistics.inter_token.observe((now - part.last_token) / len(token_ids), len(token_ids))
         part.last_token = now
         logprobs: tuple[TokenLogprobs, ...] = ()
@@ -355,6 +375,18 @@ class AsyncEngine:
         self._on_failure(failure)
 
 
+def _has_failed(part: Part) -> bool:
+    return part.request is not None and part.request.error is not None
+
+
+def _ended_unsaid(part: Part) -> bool:
+    """True when a request has ended without an event that says so: it failed or was given up."""
+    request = part.request
+    if request is None or request.finish_reason is None or part.stream.aborted:
+        return False
+    return request.error is not None or request.finish_reason is FinishReason.ABORT
+
+
 def _is_finished(part: Part) -> bool:
     """True when the request has ended and all of it was handed out."""
     request = part.request
@@ -386,4 +418,7 @@ def _refuse(accepted: asyncio.Future[None], error: Exception) -> None:
 
 def _deliver(batch: Sequence[tuple[AnswerStream, Chunk]]) -> None:
     for stream, chunk in batch:
-        stream.deliver(chunk)
+        try:
+            stream.deliver(chunk)
+        except Exception as error:
+            stream.fail(FailedRow.of(error).error())

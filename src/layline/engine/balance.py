@@ -17,6 +17,7 @@ from layline.config import EngineConfig
 from layline.engine.blocks import BlockPool
 from layline.engine.context_split import split_context
 from layline.engine.prefix import PrefixCache
+from layline.engine.reading_plan import reads_of
 from layline.engine.request import Request
 from layline.engine.scheduler import BLOCK_SIZE, Scheduler, SchedulerStats, StepEntry, StepPlan
 from layline.engine.step import IDLE, MeshStep, RankStep
@@ -217,4 +218,5 @@ def _rank_step(plan: StepPlan) -> RankStep:
         tuple([entry.span for entry in plan.entries]),
         plan.token_ids,
         tuple([entry.samples for entry in plan.entries]),
+        tuple(reads_of(plan.entries)),
     )

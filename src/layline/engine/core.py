@@ -7,15 +7,18 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 
-from layline.engine.balance import MeshScheduler, SampleRow
-from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
+from layline.engine.balance import MeshPlan, MeshScheduler, SampleRow
+from layline.engine.executor import Executor, MemoryUse, RowSpec
 from layline.engine.facts import ServedModel
+from layline.engine.outcome import FailedRow, Outcome, StepResult
+from layline.engine.reading import PromptReading
+from layline.engine.reading_plan import take_reading
 from layline.engine.request import FinishReason, Request
 from layline.engine.scheduler import SchedulerStats, StepEntry
 from layline.engine.speculation.speculation import Speculation
 from layline.engine.speculation.verify import is_verified
 from layline.engine.step_times import StepTimes
-from layline.errors import PromptError, RunError
+from layline.errors import PromptError, RunError, UnsupportedModelError
 from layline.grammar import Grammar
 from layline.sampling import SamplingParams, fresh_seed
 from layline.text.constraint import Constraint, ConstraintCompiler
@@ -88,19 +91,25 @@ class Engine:
         cache_salt: str = "",
         shown_ids: frozenset[int] = frozenset(),
         constraint: Constraint | None = None,
+        embeds: bool = False,
     ) -> Request:
         """Queue a request. Raises PromptError or SamplingError for one that can never run.
 
         Those with a higher ``priority`` are admitted first; only those with the same ``cache_salt``
         share cached beginnings of prompts. ``shown_ids`` are in the text although they are special.
-        ``constraint`` is the compiled grammar of ``params``; without it it is compiled here.
+        ``constraint`` is the compiled grammar of ``params``; without it it is compiled here. One
+        that ``embeds`` generates nothing, whatever ``params`` say. Raises UnsupportedModelError
+        when the model does not do what is asked.
         """
         self._check_open()
+        reading = self._reading(params, embeds=embeds)
         if params.grammar is not None and constraint is None:
             constraint = self.compile(params.grammar)
         room = self._model.facts.max_model_len - len(prompt_ids)
-        self._check_prompt(prompt_ids, room)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
+        if embeds:
+            most = 0
+        self._check_prompt(prompt_ids, room, least=0 if embeds or params.max_tokens == 0 else 1)
         tokenizer = self._model.tokenizer
         end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos or constraint is not None:
@@ -117,6 +126,7 @@ class Engine:
             most_tokens=most,
             priority=priority,
             cache_salt=cache_salt,
+            reading=reading,
         )
         spec = RowSpec(
             params=params,
@@ -193,38 +203,66 @@ class Engine:
         self.times.since("schedule", begin)
         sampled = plan.sampled
         rows = [[_sample_row(entry) for entry in part] for part in sampled]
-        tokens = self._executor.execute(plan.step, rows)
+        result = self._executor.execute(plan.step, rows)
         begin = perf_counter()
         # Only now: a step that failed or was interrupted can be run again as if it had not begun.
         self._scheduler.complete(plan)
+        self._take_readings(plan, result)
         entries = list(itertools.chain(*sampled))
-        try:
-            self._accept(zip(entries, itertools.chain(*tokens), strict=True))
-        finally:
-            if self._speculation is not None:
-                self._settle(entries, self._speculation)
-            for request in {entry.request: None for entry in entries}:
-                if request.finish_reason is not None:
-                    self._forget(request)
-            self.times.since("deliver", begin)
+        interruption: BaseException | None = None
+        for entry, outcome in zip(entries, itertools.chain(*result.tokens), strict=True):
+            # A request that ended while the step ran takes no token, and one that ends with a token
+            # none of those after it.
+            if entry.request.finish_reason is None and is_verified(entry):
+                interruption = self._take_token(entry.request, outcome) or interruption
+        if self._speculation is not None:
+            self._settle(entries, self._speculation)
+        for request in {entry.request: None for entry in entries}:
+            if request.finish_reason is not None:
+                self._forget(request)
+        self.times.since("deliver", begin)
+        if interruption is not None:
+            raise interruption
 
-    def _accept(self, drawn: Iterable[tuple[StepEntry, Token]]) -> None:
-        """Give the requests their tokens, those of a request in order."""
-        failed: BaseException | None = None
-        for entry, (token_id, logprobs) in drawn:
-            request = entry.request
-            # A request that was aborted while the step ran takes no token, and one that ends with
-            # a token none of those after it.
-            if request.finish_reason is not None or not is_verified(entry):
+    def _take_readings(self, plan: MeshPlan, result: StepResult) -> None:
+        """Hand out what was read, and end the requests that wanted nothing else."""
+        for part, step, readings in zip(plan.parts, plan.step.parts, result.readings, strict=True):
+            if part is None:
                 continue
-            try:
-                request.accept(token_id, logprobs)
-            except BaseException as error:
-                # The others' tokens are in the cache already and must not be lost.
-                request.finish_reason = FinishReason.ABORT
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            for read, reading in zip(step.reads, readings, strict=True):
+                request = part.entries[read.span].request
+                if request.finish_reason is not None:
+                    continue
+                if isinstance(reading, FailedRow):
+                    request.fail(reading.error())
+                    self._forget(request)
+                else:
+                    take_reading(request, reading)
+            for entry in part.entries:
+                request = entry.request
+                ends = request.most_tokens == 0 and request.is_prefilled
+                if ends and request.finish_reason is None:
+                    request.end_unsampled()
+                    self._forget(request)
+
+    def _take_token(self, request: Request, outcome: Outcome) -> BaseException | None:
+        """Give a request its token, or end it with an error that is its own.
+
+        Returns an interruption of this process, to be raised once all have their tokens: they are
+        in the cache already.
+        """
+        interruption: BaseException | None = None
+        try:
+            if isinstance(outcome, FailedRow):
+                request.fail(outcome.error())
+            else:
+                request.accept(*outcome)
+        except Exception as error:
+            request.fail(FailedRow.of(error).error())
+        except BaseException as error:
+            request.finish_reason = FinishReason.ABORT
+            interruption = error
+        return interruption
 
     def _settle(self, entries: Iterable[StepEntry], speculation: Speculation) -> None:
         """Tell what has become of the drafts that the step verified; none outlives its step."""
@@ -233,7 +271,8 @@ class Engine:
             request, known = entry.request, entry.span.length - entry.ahead
             verified[request] = (entry.ahead, request.num_tokens - known - 1)
         for request, (count, accepted) in verified.items():
-            if count and request.finish_reason is not FinishReason.ABORT:
+            gone = request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+            if count and not gone:
                 speculation.settle(request, count, accepted)
             # Perhaps none of them found room in the step, and a token has come nevertheless.
             request.drafts = ()
@@ -252,14 +291,33 @@ class Engine:
             self._speculation.forget(request)
         self._executor.release(request.request_id, request.attn_dp)
 
-    def _check_prompt(self, prompt_ids: Sequence[int], room: int) -> None:
+    def _reading(self, params: SamplingParams, *, embeds: bool) -> PromptReading | None:
+        pooling = self._model.facts.pooling
+        if embeds:
+            if pooling is None:
+                raise UnsupportedModelError(
+                    "this model generates text and makes no embeddings; expected a checkpoint with "
+                    "modules.json and 1_Pooling"
+                )
+            return PromptReading(last_only=pooling.last_only)
+        if pooling is not None:
+            raise UnsupportedModelError(
+                "this model makes embeddings and generates no text; use LLM.embed, or "
+                "/v1/embeddings of layline serve"
+            )
+        if params.prompt_logprobs is None:
+            return None
+        return PromptReading(vocab=self._model.valid_vocab, top=params.prompt_logprobs)
+
+    def _check_prompt(self, prompt_ids: Sequence[int], room: int, *, least: int) -> None:
         if not prompt_ids:
             raise PromptError("the prompt is empty; expected at least one token")
-        if room < 1:
+        if room < least:
+            context = self._model.facts.max_model_len
+            less = "one less than" if least else "which is"
             raise PromptError(
-                f"the prompt has {len(prompt_ids)} tokens; expected at most "
-                f"{self._model.facts.max_model_len - 1}, one less than the context of "
-                f"{self._model.facts.max_model_len}"
+                f"the prompt has {len(prompt_ids)} tokens; expected at most {context - least}, "
+                f"{less} the context of {context}"
             )
         vocab = self._model.facts.config.vocab_size
         for token_id in prompt_ids:

@@ -26,6 +26,11 @@ class DraftLedger:
         self._block_size = block_size
         self.drafted = self.accepted = 0
 
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add a request's drafts of one step."""
+        self.drafted += drafted
+        self.accepted += accepted
+
     def free_slots(self, request: Request) -> int:
         """Slots behind the request's known tokens; -1 where the last of them has none yet."""
         return len(request.blocks) * self._block_size - request.num_tokens
@@ -35,7 +40,8 @@ class DraftLedger:
     ) -> list[tuple[Request, int]]:
         """Which of the requests that decode next may bring drafts, and how many.
 
-        Each gets what it ``wants`` as far as rows last. The blocks are taken, all but ``spare``.
+        Each gets what it ``wants`` as far as rows last. The blocks are taken, all but ``spare``:
+        one for each request that runs to grow into.
         """
         rows = VERIFIED_ROWS - len(ready) - sum(len(request.drafts) for request in ready)
         wanted = [

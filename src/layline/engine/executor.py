@@ -11,13 +11,12 @@ from typing import Protocol
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
+from layline.engine.outcome import FailedRow, StepResult
 from layline.engine.step import MeshStep, RankStep
 from layline.errors import LaylineError
 from layline.layers.sampling_state import RowState
-from layline.sampling import SamplingParams, TokenLogprobs
+from layline.sampling import SamplingParams
 from layline.text.constraint import Constraint
-
-Token = tuple[int, TokenLogprobs | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +71,14 @@ class Executor(Protocol):
     def release(self, request_id: int, attn_dp: int, /) -> None:
         """Forget a request; one that is not known is no error."""
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
-        """Run a step; by DP rank, the tokens of its sampled rows in order.
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """Run a step, sample its rows and read what it says.
 
         A step may be given again: as long as its rows' indices are the same, so are its tokens.
-        Raises RunError when a row has no token or a rank failed.
+        A row that has none is told in the result. Raises RunError when a rank failed.
         """
 
-    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """Run a step of the draft model, where there is one; otherwise as ``execute``."""
 
     def memory(self) -> MemoryUse:
@@ -99,7 +98,7 @@ class SamplingRows:
     """The requests of one DP rank as its sampler sees them."""
 
     def __init__(self) -> None:
-        self._states: dict[int, RowState] = {}
+        self._states: dict[int, RowState | FailedRow] = {}
         # By request and place in its output: ids that were fed and are not in its state yet.
         self._fed: dict[int, dict[int, int]] = {}
 
@@ -113,27 +112,35 @@ class SamplingRows:
         self._states.pop(request_id, None)
         self._fed.pop(request_id, None)
 
-    def at(self, part: RankStep, rows: Sequence[SampleRow]) -> list[RowState]:
-        """The states for this step's draws.
+    def at(self, part: RankStep, rows: Sequence[SampleRow]) -> list[RowState | FailedRow]:
+        """The states for this step's draws; one that cannot take its latest token has failed.
 
         A request's latest token is the one that its sampled row is fed, so a state follows the
         plan and not the draws: a step that is run a second time draws the same. Tokens before it
         that came more than one at a time were fed as drafts, to this row's model or to its draft
         model; a row of a draft is drawn as if that draft and those before it were tokens.
         """
-        states = []
+        states: list[RowState | FailedRow] = []
         for row, latest in zip(rows, _sampled_inputs(part), strict=True):
-            state, fed = self._states[row.request_id], self._fed[row.request_id]
-            known = row.index - row.ahead
-            if row.index > state.num_produced:
-                fed[row.index - 1] = latest
-            while state.num_produced < known:
-                state.append(fed.pop(state.num_produced))
-            assert state.num_produced == known, "a request's tokens are fed in order"
-            if row.ahead:
-                state = state.ahead([fed[place] for place in range(known, row.index)])
+            state = self._states[row.request_id]
+            if isinstance(state, RowState):
+                try:
+                    state = _fed(state, self._fed[row.request_id], row, latest)
+                except Exception as error:
+                    state = self._states[row.request_id] = FailedRow.of(error)
             states.append(state)
         return states
+
+
+def _fed(state: RowState, fed: dict[int, int], row: SampleRow, latest: int) -> RowState:
+    """The state for ``row``, which was fed ``latest``; ``fed`` are ids that it has not taken."""
+    known = row.index - row.ahead
+    if row.index > state.num_produced:
+        fed[row.index - 1] = latest
+    while state.num_produced < known:
+        state.append(fed.pop(state.num_produced))
+    assert state.num_produced == known, "a request's tokens are fed in order"
+    return state.ahead([fed[place] for place in range(known, row.index)]) if row.ahead else state
 
 
 def _sampled_inputs(part: RankStep) -> list[int]:

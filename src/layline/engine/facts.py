@@ -14,7 +14,9 @@ from layline.models.parallel import check_degrees
 from layline.models.registry import family_of
 from layline.text.tokenizer import Tokenizer, load_tokenizer
 from layline.weights.checkpoint import Checkpoint
+from layline.weights.embedding_checkpoint import pooling_of
 from layline.weights.opening import open_checkpoint
+from layline.weights.pooling import Pooling
 
 PLAIN_ENCODINGS = frozenset({"F32", "F16", "BF16"})
 
@@ -25,7 +27,8 @@ class ModelFacts:
 
     ``dtype`` is that of weights and arithmetic, ``kv_dtype`` that of cached keys and values;
     ``packed`` keeps quantised matrices quantised for decode. ``spec`` is the mesh as rank 0 sees
-    it, ``policy_reason`` says where its policy comes from.
+    it, ``policy_reason`` says where its policy comes from. ``pooling`` is how a model that makes
+    embeddings does; others generate text.
     """
 
     config: DecoderConfig
@@ -36,6 +39,7 @@ class ModelFacts:
     packed: bool
     max_model_len: int
     cp_layout: str
+    pooling: Pooling | None = None
 
     @property
     def shares_prefixes(self) -> bool:
@@ -104,6 +108,7 @@ def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
         packed=packed,
         max_model_len=resolve_context(engine, config),
         cp_layout=engine.cp_layout,
+        pooling=pooling_of(checkpoint),
     )
 
 

@@ -10,16 +10,23 @@ from typing import Any
 from layline.config import EngineConfig, parse_size
 from layline.engine.balance import MeshScheduler
 from layline.engine.core import Engine
+from layline.engine.embedding import check_dimensions, embedding_of
 from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
-from layline.engine.output import GenerationOutput, StreamChunk, Timing, Usage
+from layline.engine.output import (
+    EmbeddingOutput,
+    GenerationOutput,
+    StreamChunk,
+    Timing,
+    Usage,
+)
 from layline.engine.progress import progress_bar
 from layline.engine.request import Request
 from layline.engine.scheduler import SchedulerStats
 from layline.engine.speculation.make import make_speculation
 from layline.engine.step_times import StepTimes
-from layline.errors import LaylineError, PromptError, UsageError, one_of
-from layline.sampling import SamplingParams
+from layline.errors import LaylineError, PromptError, RequestError, UsageError, one_of
+from layline.sampling import SamplingParams, TokenLogprobs
 from layline.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -126,21 +133,61 @@ class LLM:
 
         A prompt is text or token ids. ``params`` is one for all, or one for each prompt. Many
         prompts show a progress bar where stderr is a terminal, unless ``progress`` is False. Raises
-        PromptError for an empty or overlong prompt, before anything runs.
+        PromptError for an empty or overlong prompt, before anything runs, and RequestError when a
+        request failed; the others finish first, and its ``outputs`` are those of all.
         """
         listed = _as_prompts(prompts)
         each = _as_params(params, len(listed))
+        requests = self._run(listed, each, progress=progress)
+        outputs = [_output(request) for request in requests]
+        for number, request in enumerate(requests):
+            if request.error is not None:
+                where = f"prompt {number}: " if len(requests) > 1 else ""
+                raise RequestError(f"{where}{request.error}", outputs) from request.error
+        return outputs
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        progress: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """The embedding of one prompt or of many, in their order.
+
+        With ``dimensions`` the first so many numbers of each, at length one again where the model's
+        vectors have it. Raises UnsupportedModelError when the model makes no embeddings, and as
+        :meth:`generate` does.
+        """
+        check_dimensions(dimensions, self._model.facts.config.hidden_size)
+        listed = _as_prompts(prompts)
+        requests = self._run(listed, None, progress=progress)
+        pooling = self._model.facts.pooling
+        found = []
+        for number, request in enumerate(requests):
+            if request.error is not None:
+                raise RequestError(f"prompt {number}: {request.error}") from request.error
+            assert pooling is not None
+            vector = embedding_of(request, pooling, dimensions)
+            found.append(EmbeddingOutput(vector, list(request.prompt_ids)))
+        return found
+
+    def _run(
+        self, prompts: list[Prompt], params: list[SamplingParams] | None, *, progress: bool
+    ) -> list[Request]:
+        """Run prompts to their end; without ``params`` they are embedded."""
         requests: list[Request] = []
         try:
-            for number, (prompt, one) in enumerate(zip(listed, each, strict=True)):
-                requests.append(self._submit(prompt, one, number if len(listed) > 1 else None))
+            for number, prompt in enumerate(prompts):
+                one = None if params is None else params[number]
+                requests.append(self._submit(prompt, one, number if len(prompts) > 1 else None))
             with progress_bar(requests, shown=progress) as advance:
                 self._engine.run(requests, advance)
         except BaseException:
             for request in requests:
                 self._engine.abort(request)
             raise
-        return [_output(request) for request in requests]
+        return requests
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
@@ -163,9 +210,10 @@ class LLM:
         """Answer a conversation piece by piece."""
         return self.stream(self.tokenizer.apply_chat(messages), params)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, number: int | None) -> Request:
+    def _submit(self, prompt: Prompt, params: SamplingParams | None, number: int | None) -> Request:
+        given = params or SamplingParams()
         try:
-            return self._engine.submit(self._encode(prompt), params)
+            return self._engine.submit(self._encode(prompt), given, embeds=params is None)
         except PromptError as error:
             if number is None:
                 raise
@@ -191,6 +239,8 @@ class TokenStream(Iterator[StreamChunk]):
     def __next__(self) -> StreamChunk:
         request = self._request
         while not request.events:
+            if request.error is not None:
+                raise request.error
             if request.finish_reason is not None:
                 raise StopIteration
             self._engine.advance(request)
@@ -198,7 +248,7 @@ class TokenStream(Iterator[StreamChunk]):
         reason = event.finish_reason
         return StreamChunk(
             event.text,
-            [event.token_id],
+            [] if event.token_id is None else [event.token_id],
             None if reason is None else reason.value,
             None if reason is None else _output(request),
         )
@@ -264,4 +314,12 @@ def _output(request: Request) -> GenerationOutput:
             ttft_s=request.first_token - request.arrived,
             decode_s=request.last_token - request.first_token,
         ),
+        prompt_logprobs=_prompt_logprobs(request),
+        error=None if request.error is None else str(request.error),
     )
+
+
+def _prompt_logprobs(request: Request) -> list[TokenLogprobs | None] | None:
+    if request.params.prompt_logprobs is None:
+        return None
+    return [None, *request.prompt_logprobs]

@@ -8,8 +8,10 @@ import torch
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
-from layline.engine.executor import MemoryUse, RowSpec, SamplingRows, Token
+from layline.engine.drawing import draw_rows
+from layline.engine.executor import MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
+from layline.engine.outcome import StepResult
 from layline.engine.runner import Runner
 from layline.engine.step import MeshStep
 from layline.engine.step_times import PassTimes, StepTimes
@@ -37,29 +39,32 @@ class LocalExecutor:
         self._rows.release(request_id)
 
     @torch.inference_mode()
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
-        tokens, times = self._run(self._runner, step, rows)
+        result, times = self._run(self._runner, step, rows)
         self._times.add_passes([times])
-        return tokens
+        return result
 
     @torch.inference_mode()
-    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
-        tokens, _ = self._run(self.loaded.draft_model().runner, step, rows)
-        return tokens
+        result, _ = self._run(self.loaded.draft_model().runner, step, rows)
+        return result
 
     def _run(
         self, runner: Runner, step: MeshStep, rows: Sequence[Sequence[SampleRow]]
-    ) -> tuple[list[list[Token]], PassTimes]:
+    ) -> tuple[StepResult, PassTimes]:
+        (part,) = step.parts
         clock = runner.clock
         clock.start()
-        logits = runner.run(step)
+        if part.reads:
+            logits, readings = runner.run_reading(step)
+        else:
+            logits, readings = runner.run(step), []
         clock.lap("execute")
-        sampled = self._sampler.sample(logits, self._rows.at(step.parts[0], rows[0]))
-        tokens = list(zip(sampled.read(), sampled.logprobs, strict=True))
+        drawn = draw_rows(self._sampler, logits, self._rows.at(part, rows[0])).read()
         clock.lap("sample")
-        return [tokens], clock.times()
+        return StepResult([drawn], [readings]), clock.times()
 
     def memory(self) -> MemoryUse:
         """See Executor."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from layline.sampling import TokenLogprobs
 
 
@@ -37,7 +40,9 @@ class Timing:
 class GenerationOutput:
     """A finished request. ``token_ids`` includes a generated end-of-sequence id; ``text`` not.
 
-    ``logprobs`` has one entry a generated token when the request asked for them.
+    ``logprobs`` has one entry a generated token when the request asked for them, and
+    ``prompt_logprobs`` one a prompt token, None for the first, which follows nothing. ``error`` is
+    why a request with the finish reason ``error`` failed.
     """
 
     text: str
@@ -47,6 +52,8 @@ class GenerationOutput:
     usage: Usage
     logprobs: list[TokenLogprobs] | None
     timing: Timing
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of ``layline generate --json``."""
@@ -57,6 +64,14 @@ class GenerationOutput:
             "finish_reason": self.finish_reason,
             "usage": self.usage.as_dict(),
         }
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The embedding of a prompt, float32 [dimensions]."""
+
+    embedding: npt.NDArray[np.float32]
+    prompt_token_ids: list[int]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class PassClock:
     def times(self) -> PassTimes:
         """The pass so far; once its tokens have been read."""
         seconds = self._laps.get("execute", 0.0)
-        if self._events is not None and "execute" in self._laps:
+        if self._events is not None and {"prepare", "execute"} <= set(self._laps):
             self._events[1].synchronize()
             seconds = self._events[0].elapsed_time(self._events[1]) / 1000
         return PassTimes(**self._laps, stages=[(self._stage, seconds)])

@@ -58,6 +58,12 @@ class PrefixCache:
             self._blocks[key] = block
             self._keys[block] = key
 
+    def forget_all(self, blocks: Sequence[int]) -> None:
+        """Offer none of ``blocks`` any more, whoever holds them."""
+        for block in blocks:
+            if block in self._keys:
+                self.forget(block)
+
     def forget(self, block: int) -> None:
-        """The block is about to hold something else."""
+        """The block is not to be found any more."""
         del self._blocks[self._keys.pop(block)]

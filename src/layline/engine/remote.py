@@ -11,8 +11,9 @@ from typing import Any
 from layline.comm.groups import CollectiveKind, CollectiveRecord
 from layline.engine import wire
 from layline.engine.balance import SampleRow
-from layline.engine.executor import MemoryUse, RowSpec, Token
-from layline.engine.ranks import rebuilt
+from layline.engine.executor import MemoryUse, RowSpec
+from layline.engine.outcome import FailedRow, Outcome, StepResult
+from layline.engine.reading import Reading, RowRead
 from layline.engine.step import MeshStep
 from layline.engine.step_codec import StepEncoder
 from layline.engine.step_times import StepTimes
@@ -88,29 +89,29 @@ class RemoteExecutor:
         if self._supervisor.is_running:
             self._supervisor.post(wire.Release(request_id), self._leaders[attn_dp])
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
         return self._run(step, rows, draft=False)
 
-    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
         return self._run(step, rows, draft=True)
 
     def _run(
         self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], *, draft: bool
-    ) -> list[list[Token]]:
+    ) -> StepResult:
         begin = perf_counter()
         self._number += 1
         self._supervisor.post(self._steps.encode(self._number, step, rows, draft=draft))
         self._steps.sent()
-        kinds = (wire.Tokens, wire.Refused)
-        replies = self._supervisor.collect(kinds, self._leaders, self._number)
-        for reply in replies:
-            if isinstance(reply, wire.Refused):
-                raise rebuilt(reply.error, reply.message)
+        replies = self._supervisor.collect((wire.Tokens,), self._leaders, self._number)
         if not draft:
             self._times.add_passes([reply.times for reply in replies], perf_counter() - begin)
-        return [tokens_of(reply) for reply in replies]
+        pairs = zip(step.parts, replies, strict=True)
+        return StepResult(
+            [tokens_of(reply) for reply in replies],
+            [readings_of(part.reads, reply) for part, reply in pairs],
+        )
 
     def memory(self) -> MemoryUse:
         """See Executor."""
@@ -145,12 +146,30 @@ def record_of(packed: tuple[str, str, int, int, int, bool, float | None]) -> Col
     return CollectiveRecord(CollectiveKind(packed[0]), GroupName(packed[1]), *packed[2:])
 
 
-def tokens_of(reply: wire.Tokens) -> list[Token]:
-    """A reply's ids, each with its log-probabilities where they were asked for."""
-    found: list[Token] = []
+def tokens_of(reply: wire.Tokens) -> list[Outcome]:
+    """A reply's ids, each with its log-probabilities where they were asked for, or a failure."""
+    found: list[Outcome] = []
     for token_id, packed in zip(reply.ids, reply.logprobs, strict=True):
-        logprobs = None
-        if packed is not None:
-            logprobs = TokenLogprobs(token_id, packed[0], tuple(packed[1]))
-        found.append((token_id, logprobs))
+        found.append((token_id, None if packed is None else logprobs_of(token_id, packed)))
+    for row, message, places in reply.failed:
+        found[row] = FailedRow(message, places)
     return found
+
+
+def readings_of(reads: Sequence[RowRead], reply: wire.Tokens) -> list[Reading | FailedRow]:
+    """What a reply says of the step's reads."""
+    found: list[Reading | FailedRow] = []
+    for read, packed in zip(reads, reply.reads, strict=True):
+        if packed.failed is not None:
+            found.append(FailedRow(*packed.failed))
+        elif read.next_ids:
+            pairs = zip(read.next_ids, packed.logprobs, strict=True)
+            found.append(tuple(logprobs_of(token_id, one) for token_id, one in pairs))
+        else:
+            found.append(tuple(packed.values))
+    return found
+
+
+def logprobs_of(token_id: int, packed: tuple[float, list[tuple[int, float]]]) -> TokenLogprobs:
+    """Log-probabilities as a message carries them."""
+    return TokenLogprobs(token_id, packed[0], tuple(packed[1]))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
 
+from layline.engine.reading import PromptReading
+from layline.errors import RequestError
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.text.detokenize import IncrementalDecoder
 from layline.text.stop import StopMatcher
@@ -15,9 +17,12 @@ from layline.text.stop import StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token, the text it released, and whether it ended the request."""
+    """One generated token, the text it released, and whether it ended the request.
 
-    token_id: int
+    The only event of a request that generates nothing has no token.
+    """
+
+    token_id: int | None
     text: str
     finish_reason: FinishReason | None
 
@@ -28,6 +33,7 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +47,9 @@ class Request:
     the cache when the request was first admitted, ``num_preempted`` how often it lost its blocks.
     ``drafts`` are guesses at its next tokens, to be verified by its next decode; ``num_drafted``
     counts tokens that a draft model has in its cache.
+    ``reading`` says what is read of the prompt: ``prompt_logprobs`` from its second token on, or
+    ``hidden_sum``; ``num_read`` tokens have been computed at some time, so that they are read once.
+    ``error`` says why a request with the reason ERROR ended.
     """
 
     request_id: int
@@ -52,11 +61,15 @@ class Request:
     most_tokens: int
     priority: int = 0
     cache_salt: str = ""
+    reading: PromptReading | None = None
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    hidden_sum: list[float] = field(default_factory=list)
     events: deque[TokenEvent] = field(default_factory=deque)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_read: int = 0
     num_cached: int = 0
     num_preempted: int = 0
     drafts: tuple[int, ...] = ()
@@ -64,6 +77,7 @@ class Request:
     attn_dp: int = 0
     text: str = ""
     finish_reason: FinishReason | None = None
+    error: RequestError | None = None
     arrived: float = field(default_factory=perf_counter)
     first_token: float = 0.0
     last_token: float = 0.0
@@ -115,6 +129,17 @@ class Request:
             text += self.stops.flush()
         self.text += text
         self.events.append(TokenEvent(token_id, text, self.finish_reason))
+
+    def end_unsampled(self) -> None:
+        """End a request that generates nothing: its prompt is computed and read."""
+        self.first_token = self.last_token = perf_counter()
+        self.finish_reason = FinishReason.LENGTH
+        self.events.append(TokenEvent(None, "", self.finish_reason))
+
+    def fail(self, error: RequestError) -> None:
+        """End with an error; what the request has generated so far stays."""
+        self.error = error
+        self.finish_reason = FinishReason.ERROR
 
     @property
     def _may_stop(self) -> bool:

@@ -10,8 +10,11 @@ import torch
 from layline.boundary.layout import BatchVariant
 from layline.boundary.mesh import Mesh
 from layline.boundary.rows import kind_of, rank_rows
+from layline.engine.outcome import FailedRow
 from layline.engine.pass_clock import PassClock
 from layline.engine.rank_part import RankPart, part_of
+from layline.engine.reading import Reading
+from layline.engine.row_reader import RowReader
 from layline.engine.step import MeshStep
 from layline.layers.attention import AttentionBackend, slot_numbers
 from layline.layers.forward_batch import ContextRows, ForwardBatch
@@ -52,6 +55,14 @@ class Runner:
         A step in which no prompt of it is complete gives no rows.
         """
         return self.score(self.hidden_states(step), step)
+
+    def run_reading(self, step: MeshStep) -> tuple[torch.Tensor, list[Reading | FailedRow]]:
+        """Logits as :meth:`run` gives them, and what the step's reads on this DP rank give."""
+        hidden = self.hidden_states(step)
+        here = self._mesh.topology.coordinates
+        reader = RowReader(self.model, self._cp_group, here.attn_cp)
+        logits = self.score(hidden, step)
+        return logits, reader.read(hidden, step.parts[here.attn_dp], self._part(step))
 
     def hidden_states(self, step: MeshStep) -> torch.Tensor:
         """Normalised hidden states of this rank's rows, [tokens, hidden]; the cache is written."""

@@ -8,9 +8,7 @@ Blocks are taken as they are needed: those of the whole prompt at admission, one
 decode fills its last. When none is left, the request that stands last loses its place: its blocks
 go back and it waits again, keeping its tokens. Readmitted, it computes what the cache does not hold
 any more, prompt tokens by prefill and generated ones by decode, as they were computed at first.
-
-A request may bring drafts, guesses at its next tokens: its decode then has a row for each of them
-too. Nobody is preempted for drafts, and what only drafts need is given up before anybody is.
+With drafts, guesses at its next tokens, it decodes a row for each; nobody is preempted for them.
 """
 
 from __future__ import annotations
@@ -161,7 +159,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises PromptError for one that the cache could not even hold alone."""
         # The last token that it generates is never fed, so it needs no place.
-        needed, capacity = self.blocks_for(request.most_length - 1), self._pool.capacity
+        longest = max(request.most_length - 1, len(request.prompt_ids))
+        needed, capacity = self.blocks_for(longest), self._pool.capacity
         if needed > capacity:
             raise PromptError(
                 f"the prompt has {len(request.prompt_ids)} tokens and max_tokens lets it grow to "
@@ -179,6 +178,9 @@ class Scheduler:
         if self._running.pop(request.request_id, None) is None:
             self._waiting.leave(ticket, admitted=False)
         else:
+            if request.error is not None and self._pool.prefix is not None:
+                # What it computed may be why it failed: nobody is to begin with it.
+                self._pool.prefix.forget_all(request.blocks)
             self._release(request)
         self._nothing_fits = False
 
@@ -213,6 +215,7 @@ class Scheduler:
                 continue  # Whether a draft is a token of the request is not known yet.
             request = entry.request
             request.num_computed = length = entry.span.length
+            request.num_read = max(request.num_read, length)
             if number >= plan.num_decode or length % self._block_size == 0:
                 ticket = self._running.get(request.request_id)
                 if ticket is not None:
@@ -221,13 +224,11 @@ class Scheduler:
     def draft_rooms(self, wants: Callable[[Request], int]) -> list[tuple[Request, int]]:
         """Requests that may bring drafts to the next step, and how many; see DraftLedger.rooms."""
         ready = [each.request for each in self._running.values() if each.request.is_prefilled]
-        # Each that runs keeps a block to grow into.
         return self.drafts.rooms(ready, len(self._running), wants)
 
     def settle(self, request: Request, drafted: int, accepted: int) -> None:
         """Record that ``accepted`` of ``drafted`` drafts are tokens; the request knows them."""
-        self.drafts.drafted += drafted
-        self.drafts.accepted += accepted
+        self.drafts.count(drafted, accepted)
         request.num_computed += accepted
         ticket = self._running.get(request.request_id)
         if ticket is not None and accepted:
@@ -248,7 +249,7 @@ class Scheduler:
             start, total = request.num_computed, len(request.prompt_ids)
             span = SequenceSpan(start, count, request.blocks, rope_length=total)
             # A readmitted request has further tokens, to be computed by decode.
-            samples = span.length == total and not request.output_ids
+            samples = span.length == total and not request.output_ids and request.most_tokens > 0
             entries.append(StepEntry(request, span, samples))
             token_ids.extend(request.prompt_ids[start : start + count])
         return entries, token_ids
@@ -381,10 +382,9 @@ class Scheduler:
     def _grow(self, ready: list[Request]) -> list[Request]:
         """Give a block to each request that has filled its last; those of ``ready`` that go on."""
         full = [request for request in ready if self.drafts.free_slots(request) < 0]
-        if len(full) > self._pool.num_available:
-            running = (ticket.request for ticket in self._running.values())
-            if self.drafts.take_back(running):
-                self._nothing_fits = False
+        running = (ticket.request for ticket in self._running.values())
+        if len(full) > self._pool.num_available and self.drafts.take_back(running):
+            self._nothing_fits = False
         if len(full) <= self._pool.num_available:
             for request in full:
                 self._grow_one(request)
@@ -418,8 +418,11 @@ class Scheduler:
         request.blocks = []
 
     def _sharable(self, request: Request) -> int:
-        """Full blocks before the last known token."""
-        return (request.num_tokens - 1) // self._block_size
+        """Full blocks before the last known token, and before what is still to be read."""
+        tokens = request.num_tokens - 1
+        if request.reading is not None:
+            tokens = min(tokens, request.reading.cacheable(request.num_read, tokens))
+        return tokens // self._block_size
 
     def _keep_blocks(self, ticket: Ticket) -> None:
         """Offer blocks that have become full to the prefix cache."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from layline.boundary.layout import BatchVariant
 from layline.boundary.rows import DpPadding, StepRows
+from layline.engine.reading import RowRead
 from layline.layers.spans import Phase, SequenceSpan, StepPhase, step_phase
 
 
@@ -18,13 +19,15 @@ class RankStep:
     """What one attention DP rank runs: sequences in row order and the token ids of their rows.
 
     The first ``num_decode`` spans decode, one token each, and the others prefill. ``samples[i]``
-    says whether the last row of span ``i`` is scored.
+    says whether the last row of span ``i`` is scored; ``reads`` are further rows that something is
+    wanted of.
     """
 
     num_decode: int
     spans: tuple[SequenceSpan, ...]
     token_ids: tuple[int, ...]
     samples: tuple[bool, ...]
+    reads: tuple[RowRead, ...] = ()
 
     @property
     def num_tokens(self) -> int:

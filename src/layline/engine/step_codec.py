@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from layline.boundary.layout import BatchVariant
 from layline.boundary.rows import DpPadding, StepRows
 from layline.engine.balance import SampleRow
+from layline.engine.reading import RowRead
 from layline.engine.step import MeshStep, RankStep
 from layline.engine.wire import Part, Step, WireError
 from layline.layers.spans import SequenceSpan
@@ -75,7 +76,11 @@ class StepEncoder:
             (span.start, span.count, self._number(step, span.blocks), span.rope_length)
             for span in part.spans
         ]
-        return Part(part.num_decode, spans, list(part.token_ids), list(part.samples))
+        reads = [
+            (read.span, read.first, read.count, list(read.next_ids), read.top, read.vocab)
+            for read in part.reads
+        ]
+        return Part(part.num_decode, spans, list(part.token_ids), list(part.samples), reads)
 
     def _number(self, step: int, blocks: Sequence[int]) -> int:
         key = id(blocks)
@@ -112,4 +117,5 @@ class StepDecoder:
             SequenceSpan(start, count, self._tables[table], rope_length)
             for start, count, table, rope_length in part.spans
         )
-        return RankStep(part.num_decode, spans, tuple(part.token_ids), tuple(part.samples))
+        reads = tuple(RowRead(*read[:3], tuple(read[3]), *read[4:]) for read in part.reads)
+        return RankStep(part.num_decode, spans, tuple(part.token_ids), tuple(part.samples), reads)

@@ -68,12 +68,16 @@ class Release(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """A RankStep. Spans are (start, count, table number, rope length)."""
+    """A RankStep. Spans are (start, count, table number, rope length).
+
+    ``reads`` are the fields of its RowReads.
+    """
 
     num_decode: int
     spans: list[tuple[int, int, int, int]]
     token_ids: list[int]
     samples: list[bool]
+    reads: list[tuple[int, int, int, list[int], int, int]] = []
 
 
 class Step(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -132,21 +136,30 @@ class Bound(msgspec.Struct, tag=True, array_like=True, frozen=True):
     cache_bytes: int
 
 
+class Read(msgspec.Struct, array_like=True, frozen=True):
+    """What one of a step's reads gave: (logprob, [(id, logprob)]) a row, or a vector.
+
+    ``failed`` is a FailedRow's message and places.
+    """
+
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = []
+    values: list[float] = []
+    failed: tuple[str, str] | None = None
+
+
 class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A step is done; ids and, where asked for, (logprob, [(id, logprob)]) of its sampled rows."""
+    """A step is done; ids and, where asked for, (logprob, [(id, logprob)]) of its sampled rows.
+
+    ``failed`` has row, message and places of those that have no token, whose ids mean nothing;
+    ``reads`` one entry for each read.
+    """
 
     number: int
     ids: list[int]
     logprobs: list[tuple[float, list[tuple[int, float]]] | None]
     times: PassTimes = PassTimes()
-
-
-class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A step ran but could not be sampled; the rank goes on."""
-
-    number: int
-    error: str
-    message: str
+    failed: list[tuple[int, str, str]] = []
+    reads: list[Read] = []
 
 
 class Memory(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -170,7 +183,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 ToRank = Start | Bind | Admit | Release | Step | Ask | AskCollectives | Stop
-FromRank = Hello | Beat | Loaded | Bound | Tokens | Refused | Memory | Collectives | Failed
+FromRank = Hello | Beat | Loaded | Bound | Tokens | Memory | Collectives | Failed
 Message = TypeVar("Message")
 _ENCODER = msgspec.msgpack.Encoder()
 

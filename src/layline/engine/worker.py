@@ -14,14 +14,18 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from layline.config import EngineConfig
 from layline.engine.executor import RowSpec, SamplingRows
 from layline.engine.facts import read_tokenizer
 from layline.engine.memory import peak_bytes
+from layline.engine.outcome import FailedRow, Outcome
+from layline.engine.reading import Reading
 from layline.engine.step_codec import StepDecoder
 from layline.engine.wire import (
     Admit,
@@ -36,7 +40,7 @@ from layline.engine.wire import (
     Hello,
     Loaded,
     Memory,
-    Refused,
+    Read,
     Release,
     Start,
     Step,
@@ -44,7 +48,6 @@ from layline.engine.wire import (
     Tokens,
     WireError,
 )
-from layline.errors import LaylineError
 from layline.grammar import Grammar
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.text.constraint import ConstraintCompiler
@@ -166,25 +169,26 @@ class Rank:
     def _step(self, message: Step) -> Any:
         import torch
 
+        from layline.engine.drawing import draw_rows
+
         runner = (self.loaded.draft_model() if message.draft else self.loaded).runner
         clock = runner.clock
         clock.start()
         step, rows = self._steps.decode(message)
+        part = step.parts[self._attn_dp]
         with torch.inference_mode():
-            logits = runner.run(step)
+            if part.reads:
+                logits, readings = runner.run_reading(step)
+            else:
+                logits, readings = runner.run(step), []
             clock.lap("execute")
             if not self.leads:
                 return None
-            states = self._rows.at(step.parts[self._attn_dp], rows[self._attn_dp])
-            try:
-                sampled = self._sampler.sample(logits, states)
-                ids, logprobs = sampled.read(), sampled.logprobs
-            except LaylineError as error:
-                # The other ranks have finished this step as well: only its tokens are missing.
-                return Refused(message.number, type(error).__name__, str(error))
-        packed = [packed_logprobs(one) for one in logprobs]
+            states = self._rows.at(part, rows[self._attn_dp])
+            drawn = draw_rows(self._sampler, logits, states).read()
+        reply = packed_tokens(message.number, drawn, readings)
         clock.lap("sample")
-        return Tokens(message.number, ids, packed, clock.times())
+        return msgspec.structs.replace(reply, times=clock.times())
 
 
 def load_rank(start: Start, store: Any = None) -> Rank:
@@ -289,9 +293,36 @@ def params_of(fields: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{**fields, "grammar": grammar and Grammar(**grammar)})
 
 
-def packed_logprobs(found: TokenLogprobs | None) -> tuple[float, list[tuple[int, float]]] | None:
+def packed_tokens(
+    number: int, drawn: Sequence[Outcome], readings: Sequence[Reading | FailedRow]
+) -> Tokens:
+    """What came of step ``number``, as it travels."""
+    ids: list[int] = []
+    logprobs: list[tuple[float, list[tuple[int, float]]] | None] = []
+    failed: list[tuple[int, str, str]] = []
+    for row, one in enumerate(drawn):
+        if isinstance(one, FailedRow):
+            failed.append((row, one.message, one.places))
+            ids.append(-1)
+            logprobs.append(None)
+        else:
+            ids.append(one[0])
+            logprobs.append(None if one[1] is None else packed_logprobs(one[1]))
+    reads = [packed_reading(one) for one in readings]
+    return Tokens(number, ids, logprobs, failed=failed, reads=reads)
+
+
+def packed_reading(reading: Reading | FailedRow) -> Read:
+    """One reading as it travels; the ids of its tokens are known where it goes."""
+    if isinstance(reading, FailedRow):
+        return Read(failed=(reading.message, reading.places))
+    logprobs = [packed_logprobs(one) for one in reading if isinstance(one, TokenLogprobs)]
+    return Read(logprobs, [one for one in reading if isinstance(one, float)])
+
+
+def packed_logprobs(found: TokenLogprobs) -> tuple[float, list[tuple[int, float]]]:
     """Log-probabilities without the id, which travels beside them."""
-    return None if found is None else (found.logprob, list(found.top))
+    return found.logprob, list(found.top)
 
 
 def die_with(parent: int) -> None:

@@ -36,13 +36,18 @@ from layline.layers.sampling_state import RowState
 from layline.sampling import TokenLogprobs
 from layline.text.constraint import PackedIds
 
+NO_FINITE_LOGIT = (
+    "no token to sample: its logits hold NaN or +inf, or every id is banned; expected at least one "
+    "finite logit"
+)
+"""What is wrong with a row whose token is -1."""
+
 
 class SampledBatch:
     """One token per row, perhaps still being computed.
 
-    ``token_ids`` is int64 [rows] on the logits' device; -1 stands for a row without any token.
-    On the CPU such a row has already raised; elsewhere ``read`` raises, so that sampling itself
-    need not wait for the device.
+    ``token_ids`` is int64 [rows] on the logits' device; -1 stands for a row without any token,
+    which fails alone: the others have theirs.
     """
 
     def __init__(
@@ -53,32 +58,32 @@ class SampledBatch:
         self._ids: list[int] | None = None
         self._logprobs: list[TokenLogprobs | None] | None = None
 
+    @property
+    def outcomes(self) -> list[int]:
+        """The token ids on the host, -1 for none; waits for the device the first time."""
+        if self._ids is None:
+            self._ids = self.token_ids.tolist()
+        return self._ids
+
     def read(self) -> list[int]:
-        """The token ids on the host; waits for the device the first time.
+        """The token ids on the host, every row having one.
 
         Raises:
             RunError: a row has no token, because its logits hold NaN or +inf or all are -inf.
         """
-        if self._ids is None:
-            ids: list[int] = self.token_ids.tolist()
-            for row, token_id in enumerate(ids):
-                if token_id < 0:
-                    raise RunError(
-                        f"row {row} of {len(ids)} has no token to sample: its logits hold NaN or "
-                        "+inf, or every id is banned; expected at least one finite logit"
-                    )
-            self._ids = ids
-        return self._ids
+        ids = self.outcomes
+        for row, token_id in enumerate(ids):
+            if token_id < 0:
+                raise RunError(f"row {row} of {len(ids)} has {NO_FINITE_LOGIT}")
+        return ids
 
     @property
     def logprobs(self) -> list[TokenLogprobs | None]:
         """Per row what ``SamplingParams.logprobs`` asked for; waits for the device the first time.
 
-        Raises:
-            RunError: as in ``read``.
+        None for a row without a token.
         """
         if self._logprobs is None:
-            self.read()
             self._logprobs = self._read_logprobs()
         return self._logprobs
 
@@ -100,7 +105,7 @@ class Sampler:
             logits: [rows, vocab] in any floating dtype; not modified.
             rows: the requests, in the order of the logits' rows.
         Raises:
-            RunError: the shapes do not fit together, or (on the CPU) a row has no token.
+            RunError: the shapes do not fit together.
         """
         _check_shapes(logits, rows)
         if not rows:
@@ -114,13 +119,10 @@ class Sampler:
             raw = logits if width == logits.shape[1] else logits[:, :width]
             if batched:
                 token_ids = _choose_batched(raw, rows)
-                batch = SampledBatch(token_ids, _logprob_reader(raw, token_ids, rows))
-                if on_cpu:
-                    batch.read()
-                return batch
-            batch = SampledBatch(_choose_by_row(raw, rows), list)
-            logprobs = _logprobs_by_row(raw, batch.read(), rows)
-            return SampledBatch(batch.token_ids, lambda: logprobs)
+                return SampledBatch(token_ids, _logprob_reader(raw, token_ids, rows))
+            token_ids = _choose_by_row(raw, rows)
+            logprobs = _logprobs_by_row(raw, token_ids.tolist(), rows)
+            return SampledBatch(token_ids, lambda: logprobs)
 
 
 def _check_shapes(logits: torch.Tensor, rows: Sequence[RowState]) -> None:
@@ -237,7 +239,7 @@ def _logprobs_by_row(
 ) -> list[TokenLogprobs | None]:
     result: list[TokenLogprobs | None] = [None] * len(rows)
     for i, row in enumerate(rows):
-        if row.params.logprobs is not None:
+        if row.params.logprobs is not None and ids[i] >= 0:
             logits = raw[i, : row.valid_vocab].detach().float().contiguous().numpy()
             result[i] = sampling_rows.log_probabilities(logits, ids[i], row.params.logprobs)
     return result
@@ -257,7 +259,7 @@ def _logprob_reader(
         if rows[i].valid_vocab < raw.shape[1]:
             logits[position, rows[i].valid_vocab :] = -torch.inf
     log_total = sampling_device.log_total(logits)
-    # A row without a token raises when it is read; until then any valid position will do.
+    # Of a row without a token nothing is reported; any valid position will do.
     chosen = logits.gather(1, token_ids[index].clamp_min(0).unsqueeze(1)) - log_total
     most = min(max(top for _, top in wanted), raw.shape[1])
     top_logits, top_ids = sampling_device.best(logits, most)
@@ -268,6 +270,8 @@ def _logprob_reader(
         ids = token_ids.tolist()
         columns = (chosen.tolist(), top_ids.tolist(), top_values.tolist())
         for (i, top), (value,), best_ids, best in zip(wanted, *columns, strict=True):
+            if ids[i] < 0:
+                continue
             pairs = zip(best_ids[:top], best[:top], strict=True)
             possible = tuple(pair for pair in pairs if pair[1] != -math.inf)
             result[i] = TokenLogprobs(ids[i], value, possible)

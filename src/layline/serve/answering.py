@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from msgspec import UNSET, Struct, UnsetType
 
-from layline.engine.answers import AnswerStream, Chunk
+from layline.engine.answers import AnswerStream, Chunk, Part
 from layline.errors import LaylineError
 from layline.serve.accounts import Account
 from layline.serve.exchange import Reply
@@ -38,6 +38,7 @@ class Answering(ABC):
         self.created = int(time.time())
         self._options = body
         self._account = account
+        self.parts: list[Part] = []
         self._logprobs: dict[int, PlacedLogprobs] = {}
         self._generated = 0
         self._cached = 0
@@ -45,6 +46,7 @@ class Answering(ABC):
     async def run(self, reply: Reply) -> None:
         """Answer. Raises ApiError until the answer has begun."""
         self.service.require_model(self._options.model)
+        self.service.require_text()
         check_stream(self._options)
         job = await self.prepare()
         submissions = job.submissions(self._account.tenant)
@@ -56,6 +58,7 @@ class Answering(ABC):
         try:
             started = self.service.submit(submissions, self.param, job.grammar_param)
             async with await started as answers:
+                self.parts = answers.parts
                 if self._options.stream:
                     await self._stream(reply, answers, job)
                 else:
@@ -113,7 +116,7 @@ class Answering(ABC):
                 if chunk.finish_reason is not None:
                     reasons[chunk.index] = chunk.finish_reason
         except LaylineError as error:
-            raise as_api_error(error) from None
+            raise as_api_error(error, log_as=self.id) from None
         self._count_cached(answers, job)
         choices = [
             self.choice(index, "".join(texts[index]), placed[index], cast(Reason, reasons[index]))
@@ -131,7 +134,7 @@ class Answering(ABC):
                 begun.add(chunk.index)
                 await self.send(reply, self.piece(chunk, placed, first=first))
         except LaylineError as error:
-            await reply.event(as_api_error(error).body())
+            await reply.event(as_api_error(error, log_as=self.id).body())
             await reply.end_events(done=False)
             return
         self._count_cached(answers, job)

@@ -18,6 +18,7 @@ from layline.serve.accounts import Account, Accounts
 from layline.serve.bodies import read_json
 from layline.serve.chat import ChatAnswer
 from layline.serve.completions import CompletionAnswer
+from layline.serve.embeddings import EmbeddingAnswer
 from layline.serve.exchange import Exchange
 from layline.serve.guard import Guarded
 from layline.serve.jobs import template_messages
@@ -29,12 +30,12 @@ from layline.serve.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
 )
 from layline.serve.responses import Detokenized, Health, Model, ModelList, Tokenized
 from layline.serve.service import Service
 from layline.serve.sites import Sites
-from layline.serve.unsupported import refuse_embeddings
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -107,9 +108,10 @@ class Endpoints:
         return Exchange(answer.run, self._service.settings.write_timeout_s)
 
     async def embeddings(self, request: Request) -> Response:
-        """A refusal: the models here generate text."""
-        await read_json(request, dict, self._service.settings)
-        raise refuse_embeddings(self._service.settings.model_name)
+        """Vectors of texts."""
+        body = await read_json(request, EmbeddingRequest, self._service.settings)
+        answer = EmbeddingAnswer(self._service, body, account_of(request))
+        return Exchange(answer.run, self._service.settings.write_timeout_s)
 
     async def models(self, request: Request) -> Response:
         """All models."""

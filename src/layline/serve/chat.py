@@ -98,6 +98,7 @@ class ChatAnswer(Answering):
             model=self.service.settings.model_name,
             choices=list(choices),
             usage=usage,
+            system_fingerprint=self.service.fingerprint,
         )
 
     def whole(self, choices: Sequence[ChatChoice], usage: Usage) -> ChatCompletion:
@@ -108,6 +109,7 @@ class ChatAnswer(Answering):
             model=self.service.settings.model_name,
             choices=list(choices),
             usage=usage,
+            system_fingerprint=self.service.fingerprint,
         )
 
     def _reported(self, placed: Sequence[Placed]) -> ChatLogprobs | None:

@@ -14,6 +14,8 @@ from layline.serve.requests import ChatRequest, CompletionRequest, Message, Samp
 from layline.serve.service import Service
 from layline.serve.structure import answer_grammar
 from layline.serve.tool_use import ToolUse, past_calls, tool_use
+from layline.text.detokenize import IncrementalDecoder
+from layline.text.tokenizer import Tokenizer
 
 LEAST_TOP_P = 1e-9
 DEFAULT_COMPLETION_TOKENS = 16
@@ -23,10 +25,11 @@ _SEED_MASK = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class PromptText:
-    """A prompt's token ids, and its text where that is asked for."""
+    """A prompt's token ids; where it is to be echoed, its text and where in it each begins."""
 
     ids: list[int]
     text: str = ""
+    offsets: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -111,20 +114,45 @@ async def chat_job(service: Service, body: ChatRequest) -> Job:
 async def completion_job(service: Service, body: CompletionRequest) -> Job:
     """What a completion request asks for. Raises ApiError."""
     most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    # An answer of no tokens never reaches the engine.
-    params = sampling_params(body, max_tokens=max(most, 1), logprobs=body.logprobs)
+    scored = body.logprobs if body.echo else None
+    # An answer of no tokens to a prompt that is not scored never reaches the engine.
+    least = 1 if scored is None else 0
+    params = sampling_params(
+        body, max_tokens=max(most, least), logprobs=body.logprobs, prompt_logprobs=scored
+    )
     params = replace(params, grammar=answer_grammar(body))
-    prompts = listed_prompts(body.prompt)
+    prompts = listed_prompts(body.prompt, "prompt")
     service.check_choices(len(prompts) * (body.n or 1), "prompt")
     found = []
     for prompt in prompts:
-        if isinstance(prompt, str):
-            ids, text = await service.encode(prompt, "prompt"), prompt
-        else:
-            ids, text = prompt, service.tokenizer.decode(prompt) if body.echo else ""
-        service.check_length(ids, "prompt")
-        found.append(PromptText(ids, text))
+        one = await echoed_prompt(service, prompt) if body.echo else await plain(service, prompt)
+        service.check_length(one.ids, "prompt", answer=min(max(most, least), 1))
+        found.append(one)
     return job_of(body, found, params)
+
+
+async def plain(service: Service, prompt: str | list[int]) -> PromptText:
+    """A prompt of which nothing but its ids is wanted."""
+    ids = await service.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
+    return PromptText(ids)
+
+
+async def echoed_prompt(service: Service, prompt: str | list[int]) -> PromptText:
+    """A prompt whose text will be given back."""
+    if isinstance(prompt, str):
+        ids, offsets = await service.encode_placed(prompt, "prompt")
+        return PromptText(ids, prompt, offsets)
+    return PromptText(prompt, *placed_text(service.tokenizer, prompt))
+
+
+def placed_text(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[int]]:
+    """The text of token ids, and where in it each begins."""
+    decoder = IncrementalDecoder(tokenizer, ())
+    text, offsets = "", []
+    for token_id in ids:
+        offsets.append(len(text))
+        text += decoder.add(token_id)
+    return text + decoder.finish(), offsets
 
 
 def job_of(body: Sampling, prompts: Sequence[PromptText], params: SamplingParams) -> Job:
@@ -141,7 +169,7 @@ def job_of(body: Sampling, prompts: Sequence[PromptText], params: SamplingParams
     )
 
 
-def listed_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+def listed_prompts(prompt: str | list[Any], name: str) -> list[str | list[int]]:
     """One prompt or many as a list. Raises ApiError for a list of several kinds."""
     if isinstance(prompt, str):
         return [prompt]
@@ -151,15 +179,19 @@ def listed_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     if kinds in ({str}, {list}):
         return prompt
     raise invalid(
-        "'prompt' is an empty or mixed list; expected a text, a list of texts, a list of token "
+        f"'{name}' is an empty or mixed list; expected a text, a list of texts, a list of token "
         "ids or a list of such lists",
-        "prompt",
+        name,
         "invalid_type",
     )
 
 
 def sampling_params(
-    body: Sampling, *, max_tokens: int | None, logprobs: int | None
+    body: Sampling,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The engine's parameters. Raises ApiError."""
     given = {
@@ -179,6 +211,7 @@ def sampling_params(
             **given,
             max_tokens=max_tokens,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             stop=tuple(stop),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logit_bias=bias_by_id(body.logit_bias),

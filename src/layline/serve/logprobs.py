@@ -80,7 +80,7 @@ def chat_logprobs(tokenizer: Tokenizer, placed: Sequence[Placed]) -> ChatLogprob
 def completion_logprobs(tokenizer: Tokenizer, placed: Sequence[Placed]) -> CompletionLogprobs:
     """The form of completions."""
     ids = [one.found.token_id for one in placed]
-    tops = []
+    tops: list[dict[str, float] | None] = []
     for one in placed:
         top = {shown(tokenizer, i, "bytes:"): finite(value) for i, value in one.found.top}
         # As there, the token that was taken is among them even where it is not a likely one.

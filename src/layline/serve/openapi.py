@@ -14,11 +14,13 @@ BODY_PROBLEMS = (400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
 BODIES = (
     requests.ChatRequest,
     requests.CompletionRequest,
+    requests.EmbeddingRequest,
     requests.TokenizeRequest,
     requests.DetokenizeRequest,
     responses.ChatCompletion,
     responses.ChatChunk,
     responses.Completion,
+    responses.EmbeddingList,
     responses.ModelList,
     responses.Model,
     responses.Tokenized,
@@ -31,7 +33,7 @@ BODIES = (
 def document(model: str) -> dict[str, Any]:
     """The whole document; the only model that requests may name is ``model``."""
     _, schemas = msgspec.json.schema_components(BODIES, ref_template=REFERENCE)
-    for body in ("ChatRequest", "CompletionRequest"):
+    for body in ("ChatRequest", "CompletionRequest", "EmbeddingRequest"):
         schemas[body]["properties"]["model"]["enum"] = [model]
     return {
         "openapi": "3.1.0",
@@ -44,7 +46,7 @@ def document(model: str) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": _post("ChatRequest", "ChatCompletion", events="ChatChunk"),
             "/v1/completions": _post("CompletionRequest", "Completion", events="Completion"),
-            "/v1/embeddings": _embeddings(),
+            "/v1/embeddings": _post("EmbeddingRequest", "EmbeddingList"),
             "/tokenize": _post("TokenizeRequest", "Tokenized"),
             "/detokenize": _post("DetokenizeRequest", "Detokenized"),
             "/v1/models": _get("ModelList"),
@@ -74,16 +76,6 @@ def _post(body: str, answer: str, events: str | None = None) -> dict[str, Any]:
                 "200": {"description": "the answer", "content": content},
                 **_problems(*BODY_PROBLEMS),
             },
-        }
-    }
-
-
-def _embeddings() -> dict[str, Any]:
-    body = {"application/json": {"schema": {"type": "object"}}}
-    return {
-        "post": {
-            "requestBody": {"required": True, "content": body},
-            "responses": _problems(*BODY_PROBLEMS),
         }
     }
 

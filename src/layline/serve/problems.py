@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from layline.errors import (
     LaylineError,
     OverloadedError,
+    RequestError,
     SamplingError,
     StoppingError,
     UsageError,
@@ -19,6 +21,7 @@ from layline.errors import (
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 RETRY_S = "1"
+LOG = logging.getLogger("layline.serve")
 
 
 class ApiError(Exception):
@@ -68,16 +71,26 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def as_api_error(error: LaylineError, param: str | None = None) -> ApiError:
-    """What a caller is told of an error of the engine's; ``param`` is what it is about."""
+def as_api_error(
+    error: LaylineError, param: str | None = None, log_as: str = "a request"
+) -> ApiError:
+    """What a caller is told of an error of the engine's; ``param`` is what it is about.
+
+    A request that failed by itself is logged as ``log_as``, with places in the code but without
+    anything that was sent.
+    """
     message = str(error)
+    if isinstance(error, RequestError):
+        notes = getattr(error, "__notes__", [])
+        LOG.error("%s failed: %s", log_as, "\n".join([message, *notes]))
+        return ApiError(500, message, kind=SERVER, code="request_failed")
     if isinstance(error, SamplingError):
         return invalid(message, message.split(" ", 1)[0], "invalid_value")
     if isinstance(error, UsageError):
         return invalid(message, param, "invalid_value")
     headers = {"Retry-After": RETRY_S}
     if isinstance(error, OverloadedError):
-        return ApiError(503, message, kind=SERVER, code="overloaded", headers=headers)
+        return ApiError(429, message, kind="requests", code="overloaded", headers=headers)
     if isinstance(error, StoppingError):
         return ApiError(503, message, kind=SERVER, code="stopping", headers=headers)
     return ApiError(503, message, kind=SERVER, code="engine_failed")

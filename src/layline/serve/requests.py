@@ -67,6 +67,18 @@ class CompletionRequest(Sampling):
     suffix: str | None = None
 
 
+class EmbeddingRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of /v1/embeddings; ``priority`` and ``cache_salt`` are this server's own."""
+
+    model: str
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    user: str | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+
+
 class ContentPart(Struct, forbid_unknown_fields=True, kw_only=True):
     """A part of a message; only text is read."""
 

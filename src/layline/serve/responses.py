@@ -50,11 +50,14 @@ class ChatLogprobs(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Log-probabilities of a completion; ``bytes`` is this server's own field."""
+    """Log-probabilities of a completion; ``bytes`` is this server's own field.
+
+    None stands for those of the first token of a prompt.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
     bytes: list[list[int]]
 
@@ -78,6 +81,30 @@ class Completion(Struct):
     usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None
+
+
+class Embedding(Struct):
+    """One text's vector: numbers, or in base64 as little-endian float32."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    """Token counts of a request for embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct):
+    """The answer of /v1/embeddings."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
 
 
 class CallFunction(Struct):

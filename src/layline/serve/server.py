@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -36,11 +37,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(
-            f"--host {host!r} is no address of this machine ({reason}); expected one such as "
-            "127.0.0.1"
-        ) from None
+        raise _no_address(host, error) from None
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     try:
@@ -66,10 +63,19 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _no_address(host: str, error: OSError) -> UsageError:
+    return UsageError(
+        f"--host {host!r} is no address of this machine ({error.strerror or error}); expected one "
+        "such as 127.0.0.1"
+    )
+
+
 def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return _no_address(host, error)
     return UsageError(
         f"--port {port} on {host} cannot be listened on: {(error.strerror or str(error)).lower()}; "
-        "expected a free port, or 0 for any"
+        f"expected a free port{' from 1024' if error.errno == errno.EACCES else ''}, or 0 for any"
     )
 
 

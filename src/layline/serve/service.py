@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from layline import __version__
 from layline.engine.answers import AnswerStream, Submission
 from layline.engine.async_engine import AsyncEngine
 from layline.errors import LaylineError, SamplingError
 from layline.serve.problems import ApiError, as_api_error, invalid
 from layline.serve.settings import MAX_CHOICES, ServeSettings
 from layline.serve.structure import grammar_problem
+from layline.serve.unsupported import refuse_text
 from layline.text.tokenizer import Tokenizer
+from layline.weights.pooling import Pooling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +28,8 @@ class Service:
     """One served model.
 
     ``about`` is what the status page says and draws of it and its mesh (see page.description),
-    ``kv_bytes`` are those of the whole cache over all ranks.
+    ``kv_bytes`` are those of the whole cache over all ranks. ``pooling`` is how a model makes
+    embeddings, of ``hidden_size`` numbers; others generate text.
     """
 
     engine: AsyncEngine
@@ -31,6 +38,8 @@ class Service:
     settings: ServeSettings
     about: dict[str, Any] = field(default_factory=dict)
     kv_bytes: int = 0
+    pooling: Pooling | None = None
+    hidden_size: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -48,6 +57,24 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when the same seed may give another answer: with the model, version or mesh."""
+        told = json.dumps([__version__, self.settings.model_name, self.about], sort_keys=True)
+        return f"fp_{hashlib.blake2b(told.encode(), digest_size=6).hexdigest()}"
+
+    def require_text(self) -> None:
+        """Raise ApiError when the model generates none."""
+        if self.pooling is not None:
+            raise refuse_text(self.settings.model_name)
+
+    async def encode_placed(self, text: str, param: str) -> tuple[list[int], list[int]]:
+        """Token ids of a text, and where in it each begins. Raises ApiError."""
+        try:
+            return await asyncio.to_thread(self.tokenizer.encode_placed, text)
+        except LaylineError as error:
+            raise as_api_error(error, param) from None
 
     async def encode(self, text: str, param: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text, found in another thread: a long one takes a while."""
@@ -79,14 +106,15 @@ class Service:
         except LaylineError as error:
             raise as_api_error(error, "messages") from None
 
-    def check_length(self, prompt_ids: Sequence[int], param: str) -> None:
-        """Raise ApiError for a prompt that leaves no room for an answer."""
+    def check_length(self, prompt_ids: Sequence[int], param: str, *, answer: int = 1) -> None:
+        """Raise ApiError for a prompt that leaves no room for an answer of so many tokens."""
         if not prompt_ids:
             raise invalid("the prompt is empty; expected at least one token", param)
-        if len(prompt_ids) >= self.max_model_len:
+        if len(prompt_ids) + answer > self.max_model_len:
             raise invalid(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, "
-                f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer.",
+                f"the prompt has {len(prompt_ids)} tokens"
+                + (", which leaves no room for an answer." if answer else "."),
                 param,
                 "context_length_exceeded",
             )

@@ -43,9 +43,10 @@ def memory_line(planned: ModelPlan, engine: EngineConfig) -> tuple[str, str]:
     cache = room.cache(needed.kv_per_token, facts.max_model_len, needed.weights)
     ranks = facts.spec.topology.world_size
     tokens = cache.num_bytes // needed.kv_per_token
+    kept = ", less where they stay quantised" if facts.packed else ""
     text = (
         f"memory of each of {ranks} rank{'s' if ranks > 1 else ''}: weights {mib(needed.weights)} "
-        f"as {facts.dtype}, keys and values {mib(cache.num_bytes)} "
+        f"as {facts.dtype}{kept}, keys and values {mib(cache.num_bytes)} "
         f"({needed.kv_per_token / 1024:,.1f} KiB a token as {facts.kv_dtype}, {tokens:,} tokens, "
         f"at most {engine.max_running} requests of {facts.max_model_len:,}), slots between "
         f"pipeline stages {mib(0)}; {mib(needed.weights + cache.num_bytes)} in all"

@@ -32,17 +32,23 @@ def refuse_completion(body: CompletionRequest) -> None:
         raise unsupported("best_of", f"answers are not ranked; expected {choices}, which is n")
     if body.suffix:
         raise unsupported("suffix", "text is not inserted; leave it out")
-    if body.echo and body.logprobs is not None:
-        raise unsupported(
-            "logprobs", "log-probabilities of a prompt are not computed; leave out echo or logprobs"
-        )
 
 
 def refuse_embeddings(model: str) -> ApiError:
-    """The answer of /v1/embeddings while no model here makes embeddings."""
+    """The answer of /v1/embeddings where the model makes none."""
     return ApiError(
         400,
         f"The model '{model}' generates text and makes no embeddings.",
+        param="model",
+        code="model_not_supported",
+    )
+
+
+def refuse_text(model: str) -> ApiError:
+    """The answer to who asks a model for text that makes embeddings."""
+    return ApiError(
+        400,
+        f"The model '{model}' makes embeddings and generates no text; use /v1/embeddings.",
         param="model",
         code="model_not_supported",
     )

@@ -92,6 +92,25 @@ class Tokenizer:
                 del ids[0]
         return ids
 
+    def encode_placed(self, text: str) -> tuple[list[int], list[int]]:
+        """The token ids of ``text`` as ``encode`` gives them, and where in it each begins.
+
+        A token begins where the one before it ends, what lies between two included; the parts of a
+        divided character begin where it does. Raises PromptError as ``encode`` does.
+        """
+        try:
+            (found,) = self._backend.encode_batch([text], add_special_tokens=True)
+        except TypeError:
+            raise PromptError(_not_text(text)) from None
+        ids, places, end = list(found.ids), [], 0
+        for start, stop in found.offsets:
+            # What stands for no text, as the token that begins it, has an empty range at 0.
+            places.append(end if start == stop else min(start, end))
+            end = max(end, stop)
+        while len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
+            del ids[0], places[0]
+        return ids, places
+
     def _encode(self, text: str, add_special: bool) -> list[int]:
         if len(text) < _LONG_TEXT:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids

@@ -46,14 +46,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         CorruptFileError: unreadable, over 64 MiB, not JSON, or not an object.
     """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise CorruptFileError(f"{path}: cannot be read ({error.strerror or error})") from None
-    if len(raw) > _MAX_JSON_BYTES:
-        raise CorruptFileError(f"{path}: larger than {_MAX_JSON_BYTES >> 20} MiB")
-    return parse_json_object(raw, str(path))
+    return parse_json_object(_bytes(path), str(path))
+
+
+def read_json_array(path: Path) -> list[Any]:
+    """The JSON array in ``path``.
+
+    Raises:
+        CorruptFileError: unreadable, over 64 MiB, not JSON, or not an array.
+    """
+    value = _parsed(_bytes(path), str(path))
+    if not isinstance(value, list):
+        raise CorruptFileError(f"{path}: expected a JSON array, found {type(value).__name__}")
+    return value
 
 
 def parse_json_object(raw: bytes, label: str) -> dict[str, Any]:
@@ -62,14 +67,29 @@ def parse_json_object(raw: bytes, label: str) -> dict[str, Any]:
     Raises:
         CorruptFileError: not UTF-8, not JSON, nested too deeply, or not an object.
     """
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise CorruptFileError(f"{label}: not valid JSON ({reason})") from None
+    value = _parsed(raw, label)
     if not isinstance(value, dict):
         raise CorruptFileError(f"{label}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise CorruptFileError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if len(raw) > _MAX_JSON_BYTES:
+        raise CorruptFileError(f"{path}: larger than {_MAX_JSON_BYTES >> 20} MiB")
+    return raw
+
+
+def _parsed(raw: bytes, label: str) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise CorruptFileError(f"{label}: not valid JSON ({reason})") from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

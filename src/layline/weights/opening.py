@@ -12,6 +12,8 @@ from pathlib import Path
 from layline.errors import ModelNotFoundError, UnsupportedFormatError, nearest
 from layline.weights import cache
 from layline.weights.checkpoint import Checkpoint
+from layline.weights.embedding_checkpoint import EmbeddingCheckpoint
+from layline.weights.pooling import read_pooling
 
 CONFIG_PREFIX = "config:"
 
@@ -49,7 +51,9 @@ def _open_path(path: Path) -> Checkpoint:
     if path.is_dir():
         from layline.weights.safetensors import SafetensorsCheckpoint
 
-        return SafetensorsCheckpoint(path)
+        pooling = read_pooling(path)
+        folder = SafetensorsCheckpoint(path)
+        return folder if pooling is None else EmbeddingCheckpoint(folder, pooling)
     if not path.is_file():
         raise ModelNotFoundError(f"{path}: neither a folder nor a regular file")
     if path.suffix == ".safetensors":

@@ -113,6 +113,7 @@ MISTAKES = {
     "serve option": (["serve", "--api-keys", "x"], ["'--api-keys'", "is '--api-key'"]),
     "serve models": (["serve", "a", "--model", "b"], ["'a'", "'b'", "one of them"]),
     "host": (["serve", "--host", "no.such.host.invalid"], ["'no.such.host.invalid'", "127.0.0.1"]),
+    "host of others": (["serve", "--host", "192.0.2.1"], ["'192.0.2.1'", "no address of this"]),
     "two models": (["chat", "a", "--model", "b"], ["'a'", "'b'", "one of them"]),
     "batch": (["bench", "latency", "--batch", "1,x"], ["'1,x'", "'x'", "whole", "is '1'"]),
     "batch gap": (["bench", "latency", "--batch", "1,,2"], ["--batch '1,,2'", "whole", "is '1,2'"]),

@@ -280,14 +280,17 @@ def test_closing_ends_open_requests(llm: LLM) -> None:
     assert cache_load(llm.engine).held == 0
 
 
-def failing(llm: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception, after: int) -> None:
+def failing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception, armed: threading.Event
+) -> None:
+    """Have the third step after ``armed`` is set fail, and every later one."""
     execute = type(llm._executor).execute
     steps = 0
 
     def execute_some(self: Any, *arguments: Any) -> Any:
         nonlocal steps
-        steps += 1
-        if steps > after:
+        steps += armed.is_set()
+        if steps > 2:
             raise error
         return execute(self, *arguments)
 
@@ -300,12 +303,14 @@ def test_a_failed_step_fails_everyone_and_everything_after(
 ) -> None:
     save_talker(tmp_path)
     llm = LLM(str(tmp_path), threads=1, max_running=2)
-    failing(llm, monkeypatch, error, after=20)
+    armed = threading.Event()
+    failing(llm, monkeypatch, error, armed)
     told: list[LaylineError] = []
     engine = AsyncEngine(llm, on_failure=told.append)
 
     async def failed() -> None:
         streams = [await engine.submit(asked([5 + i], LONG)) for i in range(4)]
+        armed.set()
         for stream in streams:
             with pytest.raises(RunError, match=str(error)):
                 await ids_of(stream)

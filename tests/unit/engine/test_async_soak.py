@@ -1,11 +1,20 @@
-"""Many random requests, many of them given up: nothing of them is left."""
+"""Thousands of random requests, many of them given up: nothing of them is left."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import random
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
 
 from layline import LLM, SamplingParams
 from layline.engine.answers import AnswerStream, Part, Submission
@@ -16,7 +25,12 @@ from layline.errors import PromptError
 from support.serving import save_talker
 
 REQUESTS = 500
+ROUNDS = 4
 AT_ONCE = 48
+# A leak of one object, or of some bytes, by each request is ten times as much.
+MOST_OBJECTS = REQUESTS // 10
+MOST_BYTES = 10 * REQUESTS
+MOST_RESIDENT = 16 << 20
 
 
 async def one(engine: AsyncEngine, chance: random.Random) -> str:
@@ -24,7 +38,7 @@ async def one(engine: AsyncEngine, chance: random.Random) -> str:
     prompt = [chance.randrange(3, 199) for _ in range(chance.choice((1, 3, 16, 40, 90)))]
     if chance.random() < 0.05:
         prompt.append(199)
-    params = SamplingParams(max_tokens=chance.randrange(1, 24), seed=chance.randrange(1000))
+    params = SamplingParams(max_tokens=chance.randrange(1, 16), seed=chance.randrange(1000))
     count = chance.choice((1, 1, 1, 3))
     try:
         async with await engine.submit([Submission(prompt_ids=prompt, params=params)] * count) as s:
@@ -38,7 +52,7 @@ async def one(engine: AsyncEngine, chance: random.Random) -> str:
     return "read"
 
 
-async def many(engine: AsyncEngine, chance: random.Random) -> set[str]:
+async def many(engine: AsyncEngine, chance: random.Random, count: int = REQUESTS) -> set[str]:
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def in_a_slot() -> str:
@@ -53,7 +67,7 @@ async def many(engine: AsyncEngine, chance: random.Random) -> set[str]:
             assert isinstance(found, str), found
             return found
 
-    return set(await asyncio.gather(*[in_a_slot() for _ in range(REQUESTS)]))
+    return set(await asyncio.gather(*[in_a_slot() for _ in range(count)]))
 
 
 def alive() -> int:
@@ -63,20 +77,84 @@ def alive() -> int:
     return sum(type(each) in (Request, AnswerStream, Part) for each in gc.get_objects())
 
 
-def test_nothing_is_left_of_many_requests(tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Held:
+    """What this process holds: objects that the collector knows, bytes of Python and in all."""
+
+    objects: int
+    traced: int
+    resident: int
+
+    @classmethod
+    def now(cls) -> Held:
+        gc.collect()
+        traced, _ = tracemalloc.get_traced_memory()
+        return cls(len(gc.get_objects()), traced, psutil.Process().memory_info().rss)
+
+
+def growth(held: list[Held], name: str) -> int:
+    """The least by which it grew from one round to the next: caches fill once, leaks go on."""
+    return min(getattr(after, name) - getattr(before, name) for before, after in pairwise(held))
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> LLM:
     save_talker(tmp_path, context=128)
-    llm = LLM(str(tmp_path), threads=1, max_running=8, kv_memory="300K", prefill_tokens=64)
+    return LLM(str(tmp_path), threads=1, max_running=8, kv_memory="300K", prefill_tokens=64)
+
+
+def test_nothing_is_left_of_thousands_of_requests(llm: LLM) -> None:
     engine = AsyncEngine(llm)
     chance = random.Random(5)
     others = alive()
-    for _ in range(2):
-        found = asyncio.run(asyncio.wait_for(many(engine, chance), 120))
-        assert found == {"read", "left", "refused", "cancelled"}
-        asyncio.run(engine_is_idle(engine))
-        assert cache_load(llm.engine).held == 0
-        assert alive() <= others
+    held: list[Held] = []
+    with traced():
+        for _ in range(ROUNDS):
+            found = asyncio.run(asyncio.wait_for(many(engine, chance), 120))
+            assert found == {"read", "left", "refused", "cancelled"}
+            asyncio.run(engine_is_idle(engine))
+            assert cache_load(llm.engine).held == 0
+            assert alive() <= others
+            held.append(Held.now())
     assert engine.failure is None
     engine.close()
+    # The first round warms up.
+    assert growth(held[1:], "objects") < MOST_OBJECTS, held
+    assert growth(held[1:], "traced") < MOST_BYTES, held
+    assert held[-1].resident - held[1].resident < MOST_RESIDENT, held
+
+
+def test_a_leak_would_be_seen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each request one small object is kept, a fiftieth of what a stream of it would be."""
+    kept: list[Any] = []
+    submit = llm.engine.submit
+
+    def leaking(*arguments: Any, **keywords: Any) -> Request:
+        kept.append([len(kept)])
+        return submit(*arguments, **keywords)
+
+    monkeypatch.setattr(llm.engine, "submit", leaking)
+    engine = AsyncEngine(llm)
+    chance = random.Random(6)
+    held: list[Held] = []
+    with traced():
+        for _ in range(3):
+            asyncio.run(asyncio.wait_for(many(engine, chance, REQUESTS // 5), 120))
+            asyncio.run(engine_is_idle(engine))
+            held.append(Held.now())
+    engine.close()
+    # A fifth of the requests.
+    assert growth(held[1:], "objects") > MOST_OBJECTS
+    assert growth(held[1:], "traced") > MOST_BYTES
 
 
 async def engine_is_idle(engine: AsyncEngine) -> None:

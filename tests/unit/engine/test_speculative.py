@@ -25,6 +25,7 @@ from support.model import smollm2_path
 from support.sampled import generate_watched
 from support.speculative import BASE, LOOP, PROMPTS, Checkpoints, replace_proposer
 from support.tiny import VOCAB, save_tiny, tiny_tokenizer
+from support.writer import save_writer
 
 TOKENS = 40
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
@@ -250,18 +251,25 @@ def test_a_verifier_that_does_not_compare_is_seen(
         assert found != wanted, kind
 
 
-def test_a_grammar_beside_requests_with_drafts(llama: Checkpoints, plain: LLM) -> None:
+def test_a_grammar_beside_requests_with_drafts(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
-    held = replace(GREEDY, grammar=Grammar.regex("(w1[0-9]|w2[0-9])+"), ignore_eos=False)
+    save_writer(tmp_path)
+    held = SamplingParams(
+        temperature=0.0, max_tokens=60, grammar=Grammar.regex("[a-z]{4}-[0-9]{3}")
+    )
     params = [held, GREEDY, replace(held, temperature=1.0, seed=4), GREEDY]
-    prompts = [LOOP, LOOP, LOOP, BASE]
-    wanted = [said(output) for output in plain.generate(prompts, params)]
-    for kind in ("ngram", "same"):
-        llm = llama.llm(kind)
+    prompts = ["one two one two", "one two one two", "x", "x"]
+    wanted = [said(o) for o in LLM(str(tmp_path), threads=1).generate(prompts, params)]
+    flags = [
+        {"speculative": "ngram"},
+        {"speculative": "draft", "speculative_model": str(tmp_path)},
+    ]
+    for each in flags:
+        llm = LLM(str(tmp_path), threads=1, **each)
         assert [said(output) for output in llm.generate(prompts, params)] == wanted
         drafted = llm.stats().drafted
         assert drafted > 0
-        assert said(llm.generate([LOOP], held)[0]) == wanted[0]
+        assert said(llm.generate([prompts[0]], held)[0]) == wanted[0]
         assert llm.stats().drafted == drafted, "a request with a grammar has no drafts"
 
 

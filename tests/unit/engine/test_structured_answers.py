@@ -12,11 +12,11 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from layline import LLM, Grammar, SamplingParams
+from layline import LLM, Grammar, SamplingParams, errors
 from layline.engine.answers import Submission
 from layline.engine.async_engine import AsyncEngine
 from layline.engine.scheduler import BLOCK_SIZE
-from layline.errors import SamplingError, UsageError
+from layline.errors import RunError, SamplingError, UsageError
 from support.writer import END, save_writer
 
 PERSON: dict[str, Any] = {
@@ -154,6 +154,40 @@ def test_a_grammar_that_cannot_be_followed_queues_nothing(
     assert not llm.engine.has_work
     with pytest.raises(SamplingError, match="grammar is dict"):
         SamplingParams(grammar={"kind": "regex"})  # type: ignore[arg-type]
+
+
+# Complete for the compiler's first look, and more than it may hold a few tokens later.
+TOO_COMPLEX = Grammar.regex("a{1000000000}")
+
+
+def test_a_grammar_that_becomes_too_complex_is_an_error(llm: LLM) -> None:
+    with pytest.raises(RunError, match="no token to sample"):
+        llm.generate("x", params(TOO_COMPLEX))
+    assert not llm.engine.has_work
+    check(GRAMMARS[2], llm.generate("x", params(GRAMMARS[2]))[0].text)
+
+
+@pytest.mark.skipif(
+    not hasattr(errors, "RequestError"), reason="a failed row still fails the whole step"
+)
+def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("x")
+    engine = AsyncEngine(llm, max_open=8)
+
+    async def ask() -> list[Any]:
+        bad = Submission(prompt_ids=ids, params=params(TOO_COMPLEX))
+        good = Submission(prompt_ids=ids, params=params(GRAMMARS[0]))
+        return await asyncio.gather(
+            texts(engine, [bad]), texts(engine, [good]), return_exceptions=True
+        )
+
+    try:
+        failed, (text,) = asyncio.run(ask())
+    finally:
+        engine.close()
+    assert isinstance(failed, RunError)
+    assert engine.failure is None
+    check(GRAMMARS[0], text)
 
 
 def test_without_the_library(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from layline.boundary.rows import DpPadding
 from layline.engine import wire
 from layline.engine.balance import SampleRow
 from layline.engine.launch import start_rank, worker_environment
+from layline.engine.outcome import FailedRow
 from layline.engine.ranks import Limits, RankLink, is_sibling, rank_title
 from layline.engine.remote import RemoteExecutor
 from layline.engine.step import IDLE, MeshStep, RankStep, ordinary_step
@@ -40,9 +41,9 @@ QUICK = Limits(silence=1.6, starting=20.0, stopping=1.0)
 class Run:
     """An executor over fake ranks, and their processes."""
 
-    def __init__(self, *behaviours: str, limits: Limits = QUICK) -> None:
+    def __init__(self, *behaviours: str, limits: Limits = QUICK, attn_dp: int = 1) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        topology = Topology(tp=len(behaviours))
+        topology = Topology(tp=len(behaviours), attn_dp=attn_dp)
 
         def open_ranks() -> Iterator[RankLink]:
             for rank, behaviour in enumerate(behaviours):
@@ -71,7 +72,7 @@ class Run:
 def run() -> Iterator[Callable[..., Run]]:
     made: list[Run] = []
 
-    def make(*behaviours: str, **options: Limits) -> Run:
+    def make(*behaviours: str, **options: Any) -> Run:
         made.append(Run(*behaviours, **options))
         return made[-1]
 
@@ -90,7 +91,7 @@ def test_ranks_answer_and_end_when_told(run: Callable[..., Run]) -> None:
     it = run("good", "good", "good").start()
     assert it.executor.num_blocks == 40, "the smallest that a rank can have"
     for number in range(1, 50):
-        assert it.executor.execute(*a_step()) == [[(number, None)]]
+        assert it.executor.execute(*a_step()).tokens == [[(number, None)]]
     used = it.executor.memory()
     assert (used.weights, used.kv_cache, used.worker_peaks) == (3000, 1200, (100, 101, 102))
     it.executor.close(5)
@@ -166,7 +167,7 @@ def test_a_rank_that_stops_before_its_first_word_is_silent_at_once(run: Callable
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_may_be_silent_as_long_as_it_loads_libraries(run: Callable[..., Run]) -> None:
     it = run("early:quiet:3", "good", limits=Limits(silence=1.6, starting=20.0)).start()
-    assert it.executor.execute(*a_step()) == [[(1, None)]]
+    assert it.executor.execute(*a_step()).tokens == [[(1, None)]]
 
 
 def test_the_limit_that_was_broken_is_printed(run: Callable[..., Run]) -> None:
@@ -273,11 +274,10 @@ def test_a_program_that_cannot_start_is_an_error() -> None:
     supervisor.close()
 
 
-def test_a_refused_sample_leaves_the_ranks_running(run: Callable[..., Run]) -> None:
-    it = run("refuse:RunError", "good").start()
+def test_a_row_without_a_token_leaves_the_ranks_running(run: Callable[..., Run]) -> None:
+    it = run("refuse", "good").start()
     for _ in range(2):
-        with pytest.raises(RunError, match=r"^no token$"):
-            it.executor.execute(*a_step())
+        assert it.executor.execute(*a_step()).tokens == [[FailedRow("no token", "a place")]]
     assert len(it.alive()) == 2
 
 
@@ -288,8 +288,8 @@ def test_an_interrupted_step_can_be_taken_again(run: Callable[..., Run]) -> None
     with pytest.raises(KeyboardInterrupt):
         it.executor.execute(*a_step())
     # The reply to the first is dropped: the second step has its own number.
-    assert it.executor.execute(*a_step()) == [[(2, None)]]
-    assert it.executor.execute(*a_step()) == [[(3, None)]]
+    assert it.executor.execute(*a_step()).tokens == [[(2, None)]]
+    assert it.executor.execute(*a_step()).tokens == [[(3, None)]]
 
 
 def test_a_driver_that_was_stopped_itself_accuses_nobody(run: Callable[..., Run]) -> None:
@@ -305,7 +305,7 @@ def test_a_driver_that_was_stopped_itself_accuses_nobody(run: Callable[..., Run]
         time.sleep(0.4)
         offset[0] = 3600.0
         time.sleep(0.8)
-        assert it.executor.execute(*a_step()) == [[(1, None)]]
+        assert it.executor.execute(*a_step()).tokens == [[(1, None)]]
     finally:
         watched.monotonic = original
 
@@ -358,10 +358,12 @@ def test_titles_name_the_place() -> None:
 
 
 def test_the_idle_part_travels(run: Callable[..., Run]) -> None:
-    it = run("good").start()
+    it = run("good", "good", attn_dp=2).start()
     part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
     step = ordinary_step((IDLE, part), 1)
-    assert it.executor.execute(step, [[], [SampleRow(0, 0)]]) == [[(1, None)]]
+    # A fake rank answers the rows of all.
+    answers = [[(1, None)], [(1, None)]]
+    assert it.executor.execute(step, [[], [SampleRow(0, 0)]]).tokens == answers
 
 
 def test_a_collective_error_is_a_run_error() -> None:

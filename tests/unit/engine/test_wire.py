@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 from itertools import pairwise
 from types import UnionType
@@ -17,11 +18,13 @@ from layline.boundary.layout import BatchVariant
 from layline.boundary.rows import DpPadding, StepRows
 from layline.engine import wire
 from layline.engine.balance import SampleRow
-from layline.engine.remote import params_fields, tokens_of
-from layline.engine.step import IDLE, MeshStep, RankStep
+from layline.engine.outcome import FailedRow
+from layline.engine.reading import RowRead
+from layline.engine.remote import params_fields, readings_of, tokens_of
+from layline.engine.step import IDLE, MeshStep, RankStep, ordinary_step
 from layline.engine.step_codec import KEPT_STEPS, StepDecoder, StepEncoder
 from layline.engine.wire import FrameReader, WireError, frame, from_rank_reader, to_rank_reader
-from layline.engine.worker import packed_logprobs, spec_of
+from layline.engine.worker import packed_tokens, spec_of
 from layline.layers.spans import SequenceSpan
 from layline.sampling import SamplingParams, TokenLogprobs
 
@@ -188,7 +191,21 @@ def test_sampling_parameters_arrive_as_they_were() -> None:
 
 
 def test_logprobs_arrive_as_they_were() -> None:
-    given_ = [TokenLogprobs(5, -0.25, ((5, -0.25), (9, -1.5))), None]
-    message = wire.Tokens(1, [5, 6], [packed_logprobs(one) for one in given_])
-    (arrived,) = from_rank_reader().feed(frame(message))
-    assert tokens_of(arrived) == [(5, given_[0]), (6, None)]  # type: ignore[arg-type]
+    found = TokenLogprobs(5, -0.25, ((5, -0.25), (9, -1.5)))
+    drawn = [(5, found), (6, None), FailedRow("NaN", "line 3")]
+    (arrived,) = from_rank_reader().feed(frame(packed_tokens(1, drawn, [])))
+    assert isinstance(arrived, wire.Tokens)
+    assert tokens_of(arrived) == drawn
+
+
+def test_readings_arrive_as_they_were() -> None:
+    scored = (TokenLogprobs(5, -0.25, ((5, -0.25),)), TokenLogprobs(7, -math.inf, ()))
+    readings = [(0.5, -1.0), FailedRow("NaN"), scored]
+    reads = [RowRead(0, 3, 4), RowRead(1, 0, 1), RowRead(2, 0, 2, (5, 7), 1, 90)]
+    (arrived,) = from_rank_reader().feed(frame(packed_tokens(1, [], readings)))
+    assert isinstance(arrived, wire.Tokens)
+    assert readings_of(reads, arrived) == readings
+    part = RankStep(0, (SequenceSpan(0, 4, [1], 4),), (1, 2, 3, 4), (True,), tuple(reads))
+    step = ordinary_step((part,), 1)
+    decoded, _ = StepDecoder().decode(StepEncoder().encode(1, step, [[]]))
+    assert decoded.parts[0].reads == tuple(reads)

@@ -139,8 +139,9 @@ def test_a_row_with_nan_or_infinity_is_named(sampler, index, bad):
     logits = make_logits(3, 0)
     logits[1, 123] = bad
     rows = [make_row(0), make_row(index), make_row(5)]
+    batch = sampler.sample(logits, rows)
     with pytest.raises(RunError, match=r"row 1 of 3 has no token to sample.*NaN") as caught:
-        sampler.sample(logits, rows)
+        batch.read()
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 3
 
@@ -153,10 +154,10 @@ def test_a_row_with_every_id_impossible_is_named(sampler, temperature):
         SamplingParams(temperature=temperature), seed=0, valid_vocab=4, banned_ids=range(4)
     )
     with pytest.raises(RunError, match="row 1 of 2"):
-        sampler.sample(logits, [free, banned])
+        sampler.sample(logits, [free, banned]).read()
     logits[0] = -math.inf
     with pytest.raises(RunError, match="row 0 of 2"):
-        sampler.sample(logits, [free, free])
+        sampler.sample(logits, [free, free]).read()
 
 
 def test_the_callers_logits_are_never_written(sampler):

@@ -10,7 +10,7 @@ import pytest
 
 from layline import LLM
 from layline.serve.service import Service
-from support.serving import NAME, Server, client_on, save_talker, service_on, serving
+from support.serving import NAME, Server, client_on, save_talker, sdk_on, service_on, serving
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +35,12 @@ def service(llm: LLM) -> Iterator[Service]:
 def client(service: Service) -> Iterator[Any]:
     with client_on(service) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def sdk(client: Any) -> Any:
+    """OpenAI's own client."""
+    return sdk_on(client)
 
 
 @pytest.fixture(scope="module")

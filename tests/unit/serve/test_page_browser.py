@@ -48,9 +48,12 @@ def llm(checkpoint: tuple[Path, Any]) -> LLM:
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.005)
-        parts = execute(*arguments)
+        result = execute(*arguments)
         # Sampling finds the end of a sequence sooner or later.
-        return [[(3 if one == 2 else one, logprobs) for one, logprobs in part] for part in parts]
+        tokens = [
+            [(3 if one == 2 else one, logprobs) for one, logprobs in part] for part in result.tokens
+        ]
+        return replace(result, tokens=tokens)
 
     executor.execute = slowly
     return found

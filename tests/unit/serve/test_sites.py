@@ -49,7 +49,7 @@ def test_hosts_that_were_named(llm: Any) -> None:
 
 
 def test_a_server_for_others_knows_its_names_only_when_told(llm: Any) -> None:
-    with service_on(llm, host="0.0.0.0") as service, client_on(service) as client:
+    with service_on(llm, host="0.0.0.0", allowed_hosts=()) as service, client_on(service) as client:
         assert at(client, "some.example").status_code == 200
     settings: dict[str, Any] = {"host": "0.0.0.0", "allowed_hosts": ("models.example",)}
     with service_on(llm, **settings) as service, client_on(service) as client:

@@ -18,9 +18,10 @@ from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
 from layline.engine.balance import PREFILL_BESIDE_DECODES, MeshScheduler, SampleRow
 from layline.engine.core import Engine
-from layline.engine.executor import Executor, MemoryUse, RowSpec, Token
+from layline.engine.executor import Executor, MemoryUse, RowSpec
 from layline.engine.facts import ServedModel
 from layline.engine.launch import launch
+from layline.engine.outcome import StepResult
 from layline.engine.step import MeshStep
 from layline.errors import LaylineError, UsageError
 from layline.sampling import SamplingParams
@@ -100,14 +101,14 @@ class TimedExecutor:
         """See Executor."""
         self._executor.release(request_id, attn_dp)
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
         begin = perf_counter()
-        tokens = self._executor.execute(step, rows)
+        result = self._executor.execute(step, rows)
         self.seconds += perf_counter() - begin
-        return tokens
+        return result
 
-    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
         begin = perf_counter()
         tokens = self._executor.draft(step, rows)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from layline.engine.balance import MeshScheduler, SampleRow, StepRules
-from layline.engine.executor import Token
 from layline.engine.facts import ModelFacts
+from layline.engine.outcome import FailedRow, StepResult
 from layline.engine.request import Request
 from layline.engine.speculation.proposer import DraftRoom
 from layline.engine.step import IDLE, MeshStep, RankStep
@@ -34,7 +34,7 @@ CATCH_UP_ROWS = 4
 class DraftExecutor(Protocol):
     """Runs steps of the draft model; every Executor is one."""
 
-    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> list[list[Token]]:
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
 
 
@@ -50,8 +50,15 @@ class _Row:
 
 @dataclass(slots=True)
 class _Guess:
+    """The drafts of one request so far; ``ended`` once the draft model had none for it."""
+
     room: DraftRoom
     drafts: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def wants(self, number: int) -> bool:
+        """Whether it is to have more than ``number`` drafts."""
+        return self.room.count > number and not self.ended
 
 
 class DraftProposer:
@@ -77,7 +84,7 @@ class DraftProposer:
         guesses = [_Guess(self._fitting(room)) for room in rooms]
         ready = self._catch_up([guess for guess in guesses if guess.room.count > 0])
         for number in range(max((guess.room.count for guess in ready), default=0)):
-            self._round([guess for guess in ready if guess.room.count > number], number)
+            self._round([guess for guess in ready if guess.wants(number)], number)
         return [tuple(guess.drafts) for guess in guesses]
 
     def settle(self, request: Request, accepted: int, /) -> None:
@@ -120,7 +127,7 @@ class DraftProposer:
             if start + count == last:
                 ready.append(guess)
         if rows:
-            self._run(self._step(rows, self._chunks), [[] for _ in range(self._ranks)])
+            self._executor.draft(self._step(rows, self._chunks), [[] for _ in range(self._ranks)])
             for row in rows:
                 self._scheduler.drafted(row.request, row.start + len(row.token_ids))
         return ready
@@ -144,15 +151,16 @@ class DraftProposer:
             ]
             for rank in range(self._ranks)
         ]
-        tokens = self._run(self._step(rows, self._decodes), sampled)
-        drawn = [iter(part) for part in tokens]
+        result = self._executor.draft(self._step(rows, self._decodes), sampled)
+        drawn = [iter(part) for part in result.tokens]
         for guess in guesses:
-            guess.drafts.append(next(drawn[guess.room.request.attn_dp])[0])
+            outcome = next(drawn[guess.room.request.attn_dp])
+            if isinstance(outcome, FailedRow):
+                guess.ended = True
+            else:
+                guess.drafts.append(outcome[0])
             if not number:
                 self._scheduler.drafted(guess.room.request, guess.room.request.num_tokens)
-
-    def _run(self, step: MeshStep, rows: list[list[SampleRow]]) -> list[list[Token]]:
-        return self._executor.draft(step, rows)
 
     def _step(self, rows: Sequence[_Row], make: Callable[[Sequence[_Row]], RankStep]) -> MeshStep:
         home = [[row for row in rows if row.request.attn_dp == rank] for rank in range(self._ranks)]
