@@ -21,6 +21,8 @@ SPECULATIVE = ("off", "ngram", "draft")
 MAX_SPECULATIVE_TOKENS = 64
 CP_LAYOUTS = ("contiguous", "zigzag")
 MAX_DEGREE = 1024
+BATCH_INVARIANT_TP = 2
+"""Most ranks whose sums have one order only: that of two numbers does not matter."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 CPU_KERNELS = ("auto", "torch")
@@ -38,9 +40,13 @@ class EngineConfig:
     ``kv_dtype`` is the type of cached keys and values, ``auto`` that of the run; ``fp8`` (e4m3) and
     ``int8`` have a scale for each token and head. ``prefix_cache`` lets requests share the cached
     beginnings of their prompts. ``prefill_tokens`` bounds the tokens of one step: decodes come
-    first, and prompts get what is left, at least one token.
+    first, and prompts get what is left, at least one token. ``overlap`` has a step planned and
+    launched while the one before it runs; None does so where another device or process runs it.
     ``threads`` are those of the whole run, ``kv_memory`` is that of one rank; ``max_running`` and
     ``prefill_tokens`` count on each attention DP rank.
+
+    ``batch_invariant`` gives a request the same logits, to the bit, whatever runs beside it; see
+    docs/determinism.md.
 
     The degrees are those of :class:`Topology`. ``boundary_reduction`` is resolved when the model
     is known. ``cp_layout`` says how a prompt's new tokens are divided over attention CP ranks.
@@ -58,6 +64,8 @@ class EngineConfig:
     kv_memory: int | None = None
     kv_dtype: str = "auto"
     prefix_cache: bool = True
+    overlap: bool | None = None
+    batch_invariant: bool = False
     max_running: int = 16
     prefill_tokens: int = 2048
     seed: int = 0
@@ -86,8 +94,11 @@ class EngineConfig:
             raise UsageError(one_of("dtype", self.dtype, DTYPES))
         if self.kv_dtype not in KV_DTYPES:
             raise UsageError(one_of("kv_dtype", self.kv_dtype, KV_DTYPES))
-        if not isinstance(self.prefix_cache, bool):
-            raise UsageError(f"prefix_cache {self.prefix_cache!r} must be True or False")
+        for name in ("prefix_cache", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} {getattr(self, name)!r} must be True or False")
+        if not isinstance(self.overlap, bool | None):
+            raise UsageError(f"overlap {self.overlap!r} must be True, False or None")
         _require_positive("threads", self.threads, MAX_THREADS)
         _require_positive("max_model_len", self.max_model_len)
         if self.max_model_len == 1:
@@ -100,6 +111,15 @@ class EngineConfig:
         cpu_kernels()
         self._check_speculation()
         self._check_mesh()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is planned and launched while the one before it runs."""
+        if self.overlap is not None:
+            return self.overlap
+        if self.speculative != "off":
+            return False  # Guessing needs the tokens.
+        return self.device != "cpu" or not self.topology().is_single
 
     def topology(self) -> Topology:
         """The mesh as rank 0 sees it. Raises UsageError for degrees that do not fit together."""
@@ -116,6 +136,11 @@ class EngineConfig:
         if self.speculative not in SPECULATIVE:
             raise UsageError(one_of("speculative", self.speculative, SPECULATIVE))
         _require_positive("speculative_tokens", self.speculative_tokens, MAX_SPECULATIVE_TOKENS)
+        if self.overlap and self.speculative != "off":
+            raise UsageError(
+                f"overlap does not go with speculative {self.speculative!r}, which guesses from "
+                "known tokens; expected overlap off, or speculative off"
+            )
         if self.speculative == "draft":
             if self.speculative_model is None:
                 raise UsageError(
@@ -148,6 +173,25 @@ class EngineConfig:
         for name in ("sequence_parallel", "input_scattered"):
             if getattr(self, name):
                 _require_plain_tp(name, topology)
+        if self.batch_invariant:
+            self._check_batch_invariant()
+
+    def _check_batch_invariant(self) -> None:
+        if self.device != "cpu":
+            raise UsageError(
+                f"batch_invariant does not go with device {self.device!r}; expected device cpu"
+            )
+        if self.tp > BATCH_INVARIANT_TP:
+            raise UsageError(
+                f"batch_invariant does not go with tp {self.tp}: what more than two ranks sum "
+                f"up is added in an order that varies; expected tp {BATCH_INVARIANT_TP}"
+            )
+        for name in ("sequence_parallel", "input_scattered", "quantised_all_reduce"):
+            if getattr(self, name):
+                raise UsageError(
+                    f"batch_invariant does not go with {name}, which computes prompts in "
+                    f"another way than answers; expected {name} False"
+                )
 
 
 def parse_size(value: int | str | None, name: str = "kv_memory") -> int | None:

@@ -136,6 +136,12 @@ def test_values_have_the_planned_types(folder: Path, mesh: dict[str, Any]) -> No
     assert analysed(model, **mesh).comparison.differences == []
 
 
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "attn_dp": 2}, {"tp": 2, "attn_cp": 2}])
+def test_batch_invariant_ranks_run_their_plan(folder: Path, mesh: dict[str, Any]) -> None:
+    model = write(folder, "LlamaForCausalLM", "bfloat16")
+    assert analysed(model, **mesh, batch_invariant=True).comparison.differences == []
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4, "attn_cp": 2}], ids=str)
 def test_quantised_keys_travel_as_planned(
@@ -163,8 +169,8 @@ def test_a_collective_that_is_not_planned_turns_it_red(
     model = write(folder, "LlamaForCausalLM")
     whole = planned.compute_collectives
 
-    def without_the_embedding(*arguments: Any) -> ComputeCollectives:
-        return replace(whole(*arguments), entry=())
+    def without_the_embedding(*arguments: Any, **options: Any) -> ComputeCollectives:
+        return replace(whole(*arguments, **options), entry=())
 
     monkeypatch.setattr(planned, "compute_collectives", without_the_embedding)
     done = analysed(model, tp=2)
@@ -261,15 +267,23 @@ def assert_head_agrees(data: dict[str, Any]) -> None:
     """The bytes of the head's line are those that ran, for each rank and step."""
     assert data["analysis"]["agrees"] is True
     assert data["value_bytes"]["scores_assumed"] is False
-    (line,) = [line for line in data["lines"] if line["name"] == "head"]
-    (gather,) = line["compute"]
+    gather, fed = [
+        step
+        for name in ("head", "sampled ids")
+        for line in data["lines"]
+        if line["name"] == name
+        for step in line["compute"]
+    ]
     (ran,) = [
         total["executed"]
         for total in data["analysis"]["totals"]
         if total["in_compute"] and total["collective"] == "all-gather"
     ]
-    # Every step scores one row.
-    assert gather["payload_bytes"] == ran["payload_bytes"] / ran["count"]
+    # Every step scores one row, and all but the first are fed what the one before samples.
+    ranks, steps = data["mesh"]["tp"], sum(data["analysis"]["steps"].values())
+    assert ran["count"] == ranks * (2 * steps - 1)
+    payload = steps * gather["payload_bytes"] + (steps - 1) * fed["payload_bytes"]
+    assert ran["payload_bytes"] == ranks * payload
 
 
 def test_without_a_run_the_bytes_of_a_packed_score_are_called_assumed(
@@ -295,7 +309,9 @@ def test_analyze_exits_1_where_plan_and_run_differ(
 ) -> None:
     whole = planned.compute_collectives
     monkeypatch.setattr(
-        planned, "compute_collectives", lambda *given: replace(whole(*given), head=())
+        planned,
+        "compute_collectives",
+        lambda *given, **options: replace(whole(*given, **options), head=()),
     )
     model = write(folder, "LlamaForCausalLM")
     assert main(["plan", model, "--tp", "2", "--analyze", "--threads", "2"]) == 1

@@ -13,8 +13,8 @@ from layline.engine.core import Engine
 from layline.engine.facts import open_model
 from layline.engine.local import LocalExecutor
 from layline.engine.model import LoadedModel, load_alone
-from layline.engine.scheduler import StepPlan
 from layline.engine.step import MeshStep
+from layline.engine.step_plan import StepPlan
 from layline.sampling import SamplingParams
 from support.poison import poison
 
@@ -46,8 +46,8 @@ class Recorder:
 
         scheduler.next_step = next_step  # type: ignore[method-assign]
 
-    def run(self, step: MeshStep) -> torch.Tensor:
-        hidden = self._runner.hidden_states(step)
+    def run(self, step: MeshStep, before: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self._runner.hidden_states(step, before)
         scores = self._runner.model.logits(hidden)
         sampled = self._runner.score(hidden, step)
         plan = self.plans[-1]

@@ -9,8 +9,8 @@ import torch
 
 from layline import LLM
 from layline.engine.balance import SampleRow
+from layline.engine.executor import Launched
 from layline.engine.local import LocalExecutor
-from layline.engine.outcome import StepResult
 from layline.engine.step import MeshStep
 
 
@@ -20,23 +20,25 @@ class SampledLogits:
     def __init__(self, llm: LLM) -> None:
         executor = llm._engine._executor
         assert isinstance(executor, LocalExecutor)
-        self._execute = executor.execute
+        self._launch = executor.launch
         self._run = executor._runner.run
         self.clock = executor._runner.clock
         self._asked: list[SampleRow] = []
         self.rows: dict[tuple[int, int], torch.Tensor] = {}
         self.steps: list[MeshStep] = []
         patched: Any = executor
-        patched.execute = self.execute
+        patched.launch = self.launch
         patched._runner = self
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]]) -> StepResult:
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None
+    ) -> Launched:
         self._asked = list(rows[0])
         self.steps.append(step)
-        return self._execute(step, rows)
+        return self._launch(step, rows, before)
 
-    def run(self, step: MeshStep) -> torch.Tensor:
-        logits = self._run(step)
+    def run(self, step: MeshStep, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self._run(step, sampled)
         for asked, row in zip(self._asked, logits, strict=True):
             self.rows[asked.request_id, asked.index] = row.float().clone()
         return logits

@@ -223,6 +223,21 @@ class RunOptions(SpeculationOptions, MeshOptions, ComputeOptions):
             help="share the cached beginnings of prompts between requests",
         ),
     ] = EngineConfig.prefix_cache
+    overlap: Annotated[
+        bool | None,
+        typer.Option(
+            "--overlap/--no-overlap",
+            help="plan and launch a step while the one before it runs",
+            show_default="where another device or process runs it",
+        ),
+    ] = EngineConfig.overlap
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="the same bits for a request whatever runs beside it; slower, cpu only",
+        ),
+    ] = EngineConfig.batch_invariant
     max_running: Annotated[
         int,
         typer.Option(

@@ -12,7 +12,7 @@ from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
 from layline.engine.balance import MeshScheduler, SampleRow
 from layline.engine.core import Engine
-from layline.engine.executor import Executor, MemoryUse, RowSpec
+from layline.engine.executor import Executor, Launched, MemoryUse, RowSpec
 from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
 from layline.engine.outcome import StepResult
@@ -60,11 +60,21 @@ class RecordedExecutor:
         """See Executor."""
         self._executor.release(request_id, attn_dp)
 
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """See Executor. Waits for the step, whose records are to be told from the next one's."""
+        launched = self._executor.launch(step, rows, before)
+        self.steps.append(RecordedStep(step, self._executor.collectives()))
+        return launched
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """See Executor."""
+        return self._executor.collect(launched)
+
     def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
-        result = self._executor.execute(step, rows)
-        self.steps.append(RecordedStep(step, self._executor.collectives()))
-        return result
+        return self.collect(self.launch(step, rows, None))
 
     def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor. Plans are of the model, not of its draft model."""
@@ -101,7 +111,7 @@ def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
     try:
         # Without shared blocks every trial computes what its plan says.
         scheduler = MeshScheduler.of(config, executor.num_blocks, shares=False)
-        engine = Engine(model, scheduler, recorded)
+        engine = Engine(model, scheduler, recorded, overlaps=config.overlaps)
         requests = [
             engine.submit(
                 prompt,
@@ -148,7 +158,11 @@ def compare_steps(plan: ModelPlan, steps: Sequence[RecordedStep]) -> Analysis:
         for rank, records in enumerate(ran.records):
             part = ran.step.parts[topology.at(rank).coordinates.attn_dp]
             planned = plans[kind].records(
-                ran.step.rows, rank, sum(part.samples), prefill=ran.step.prefills
+                ran.step.rows,
+                rank,
+                sum(part.samples),
+                prefill=ran.step.prefills,
+                fed=part.num_fed,
             )
             analysis.comparison.add(f"step {number} ({kind}), rank {rank}", planned, records)
     return analysis

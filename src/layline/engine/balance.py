@@ -19,8 +19,10 @@ from layline.engine.context_split import split_context
 from layline.engine.prefix import PrefixCache
 from layline.engine.reading_plan import reads_of
 from layline.engine.request import Request
-from layline.engine.scheduler import BLOCK_SIZE, Scheduler, SchedulerStats, StepEntry, StepPlan
+from layline.engine.scheduler import BLOCK_SIZE, Scheduler
+from layline.engine.statistics import SchedulerStats
 from layline.engine.step import IDLE, MeshStep, RankStep
+from layline.engine.step_plan import StepEntry, StepPlan
 from layline.layers.spans import Phase
 
 PREFILL_BESIDE_DECODES = 512
@@ -29,7 +31,7 @@ PREFILL_BESIDE_DECODES = 512
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row that is sampled: whose it is, and how many tokens the request has by now.
+    """A row that is sampled: whose it is, and how many tokens the request has before it.
 
     The last ``ahead`` of these are drafts: fed one after the other, and perhaps not its tokens.
     """
@@ -45,6 +47,10 @@ class MeshPlan:
 
     parts: tuple[StepPlan | None, ...]
     step: MeshStep
+
+    def rows(self) -> list[list[SampleRow]]:
+        """By DP rank, the sampled rows in order; before the step begins."""
+        return [[_sample_row(entry) for entry in part] for part in self.sampled]
 
     @property
     def sampling(self) -> list[list[Request]]:
@@ -203,13 +209,31 @@ class MeshScheduler:
         parts = tuple([IDLE if plan is None else _rank_step(plan) for plan in plans])
         return MeshPlan(plans, MeshStep(parts, self._rules.rows(parts)))
 
-    def complete(self, plan: MeshPlan) -> None:
-        """Record that the step's tokens are in the cache."""
+    def begin(self, plan: MeshPlan) -> None:
+        """See Scheduler.begin."""
         # Where phases take turns.
         self._prefer = Phase.DECODE if self._prefer is Phase.PREFILL else Phase.PREFILL
         for scheduler, part in zip(self.parts, plan.parts, strict=True):
             if part is not None:
+                scheduler.begin(part)
+
+    def complete(self, plan: MeshPlan) -> None:
+        """See Scheduler.complete."""
+        for scheduler, part in zip(self.parts, plan.parts, strict=True):
+            if part is not None:
                 scheduler.complete(part)
+
+    def cancel(self, plan: MeshPlan) -> None:
+        """See Scheduler.cancel."""
+        for scheduler, part in zip(self.parts, plan.parts, strict=True):
+            if part is not None:
+                scheduler.cancel(part)
+
+
+def _sample_row(entry: StepEntry) -> SampleRow:
+    request, ahead = entry.request, entry.ahead
+    index = len(request.output_ids) + request.num_pending + ahead
+    return SampleRow(request.request_id, index, ahead)
 
 
 def _rank_step(plan: StepPlan) -> RankStep:

@@ -7,16 +7,18 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 
-from layline.engine.balance import MeshPlan, MeshScheduler, SampleRow
+from layline.engine.balance import MeshPlan, MeshScheduler
 from layline.engine.executor import Executor, MemoryUse, RowSpec
 from layline.engine.facts import ServedModel
 from layline.engine.outcome import FailedRow, Outcome, StepResult
 from layline.engine.reading import PromptReading
 from layline.engine.reading_plan import take_reading
 from layline.engine.request import FinishReason, Request
-from layline.engine.scheduler import SchedulerStats, StepEntry
 from layline.engine.speculation.speculation import Speculation
 from layline.engine.speculation.verify import is_verified
+from layline.engine.statistics import SchedulerStats
+from layline.engine.step_plan import StepEntry
+from layline.engine.step_queue import StepQueue
 from layline.engine.step_times import StepTimes
 from layline.errors import PromptError, RunError, UnsupportedModelError
 from layline.grammar import Grammar
@@ -30,6 +32,7 @@ class Engine:
     """Runs requests to their end, many at a time, on one model.
 
     Calls may come from several threads: one runs at a time, and each step serves every request.
+    With ``overlaps`` a step is planned and launched before the tokens of the one before are read.
     """
 
     def __init__(
@@ -39,10 +42,13 @@ class Engine:
         executor: Executor,
         times: StepTimes | None = None,
         speculation: Speculation | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
         self.times = times or StepTimes()
         self._model = model
         self._scheduler = scheduler
+        self._steps = StepQueue(scheduler, executor, self.times, overlaps=overlaps)
         self._executor = executor
         self._speculation = speculation
         self._constraints = ConstraintCompiler(model.tokenizer)
@@ -178,8 +184,16 @@ class Engine:
             if not request.events and request.finish_reason is None:
                 self.step()
 
+    @property
+    def num_ahead(self) -> int:
+        """Steps that were launched before the tokens of the one before them were read."""
+        return self._steps.num_ahead
+
     def step(self) -> None:
-        """Run one step; the tokens it produces go to their requests' ``events``."""
+        """Wait for one step; the tokens it produces go to their requests' ``events``.
+
+        With overlap the step after it is launched first.
+        """
         with self._lock:
             self._check_open()
             self._forget_dropped()
@@ -189,30 +203,26 @@ class Engine:
             finally:
                 self._in_step = False
                 self._forget_dropped()
+                if self._scheduler.num_unfinished == 0:
+                    self._steps.forget()
 
     def _step(self) -> None:
         self.times.end_step()
-        begin = perf_counter()
         if self._speculation is not None:
+            begin = perf_counter()
             self._speculation.propose()
             self.times.since("draft", begin)
-            begin = perf_counter()
-        plan = self._scheduler.next_step()
-        if plan is None:
+        done = self._steps.advance()
+        if done is None:
             return
-        self.times.since("schedule", begin)
-        sampled = plan.sampled
-        rows = [[_sample_row(entry) for entry in part] for part in sampled]
-        result = self._executor.execute(plan.step, rows)
+        plan, result = done.plan, done.result
         begin = perf_counter()
-        # Only now: a step that failed or was interrupted can be run again as if it had not begun.
-        self._scheduler.complete(plan)
         self._take_readings(plan, result)
-        entries = list(itertools.chain(*sampled))
-        interruption: BaseException | None = None
+        entries = list(itertools.chain(*plan.sampled))
+        interruption: BaseException | None = done.failure
         for entry, outcome in zip(entries, itertools.chain(*result.tokens), strict=True):
-            # A request that ended while the step ran takes no token, and one that ends with a token
-            # none of those after it.
+            # A request that has ended since the step was planned takes no token, and one that ends
+            # with a token none of those after it.
             if entry.request.finish_reason is None and is_verified(entry):
                 interruption = self._take_token(entry.request, outcome) or interruption
         if self._speculation is not None:
@@ -240,7 +250,8 @@ class Engine:
                     take_reading(request, reading)
             for entry in part.entries:
                 request = entry.request
-                ends = request.most_tokens == 0 and request.is_prefilled
+                # Not by what is computed: a later chunk may be under way already.
+                ends = request.most_tokens == 0 and entry.span.length >= len(request.prompt_ids)
                 if ends and request.finish_reason is None:
                     request.end_unsampled()
                     self._forget(request)
@@ -323,8 +334,3 @@ class Engine:
         for token_id in prompt_ids:
             if not 0 <= token_id < vocab:
                 raise PromptError(f"token id {token_id} is not in the vocabulary of {vocab} ids")
-
-
-def _sample_row(entry: StepEntry) -> SampleRow:
-    request, ahead = entry.request, entry.ahead
-    return SampleRow(request.request_id, len(request.output_ids) + ahead, ahead)

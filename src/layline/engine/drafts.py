@@ -32,8 +32,9 @@ class DraftLedger:
         self.accepted += accepted
 
     def free_slots(self, request: Request) -> int:
-        """Slots behind the request's known tokens; -1 where the last of them has none yet."""
-        return len(request.blocks) * self._block_size - request.num_tokens
+        """Slots behind the request's known and pending tokens; -1 where the last has none yet."""
+        length = request.num_tokens + request.num_pending
+        return len(request.blocks) * self._block_size - length
 
     def rooms(
         self, ready: Sequence[Request], spare: int, wants: Callable[[Request], int]
@@ -71,7 +72,7 @@ class DraftLedger:
         """Free the blocks that only drafts would use; whether there were any."""
         freed = False
         for request in requests:
-            needed = -(-request.num_tokens // self._block_size)
+            needed = -(-(request.num_tokens + request.num_pending) // self._block_size)
             if len(request.blocks) > needed:
                 self._pool.give_back(request.blocks[needed:])
                 # A new list, as a table that grows again may go on with other blocks.

@@ -21,6 +21,27 @@ class DrawnRows:
     def __init__(self, parts: Sequence[SampledBatch | FailedRow]) -> None:
         self._parts = parts
 
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """The rows' tokens on the device, int64 [rows]; -1 for a row without any."""
+        if len(self._parts) == 1 and isinstance(self._parts[0], SampledBatch):
+            return self._parts[0].token_ids
+        if not self._parts:
+            return torch.empty(0, dtype=torch.int64)
+        batches = [part for part in self._parts if isinstance(part, SampledBatch)]
+        device = batches[0].token_ids.device if batches else None
+        missing = torch.full((1,), -1, dtype=torch.int64, device=device)
+        return torch.cat(
+            [part.token_ids if isinstance(part, SampledBatch) else missing for part in self._parts]
+        )
+
+    def read_ids(self) -> list[int]:
+        """The rows' tokens on the host, -1 for a row without any; waits for the device."""
+        found: list[int] = []
+        for part in self._parts:
+            found += part.outcomes if isinstance(part, SampledBatch) else [-1]
+        return found
+
     def read(self) -> list[Outcome]:
         """A token, or a failure, for each row; waits for the device."""
         found: list[Outcome] = []

@@ -5,7 +5,7 @@ No torch here: whoever drives models in other processes needs none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,8 @@ from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
 from layline.engine.outcome import FailedRow, StepResult
 from layline.engine.step import MeshStep, RankStep
-from layline.errors import LaylineError
+from layline.engine.step_plan import sampled_row
+from layline.errors import LaylineError, RequestError, RunError
 from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams
 from layline.text.constraint import Constraint
@@ -59,8 +60,14 @@ class MemoryUse:
     worker_peaks: tuple[int, ...] = ()
 
 
+class Launched:
+    """A step that an executor has taken on; what more it is only that executor knows."""
+
+    __slots__ = ()
+
+
 class Executor(Protocol):
-    """Runs steps on every rank of a mesh. Calls come from one thread at a time."""
+    """Runs steps on every rank of a mesh, in order. Calls come from one thread at a time."""
 
     num_blocks: int
     """Cache blocks of each attention DP rank, block 0 included."""
@@ -71,12 +78,25 @@ class Executor(Protocol):
     def release(self, request_id: int, attn_dp: int, /) -> None:
         """Forget a request; one that is not known is no error."""
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """Run a step, sample its rows and read what it says.
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """Have a step run after those that are under way; waits for none of it where it need not.
 
-        A step may be given again: as long as its rows' indices are the same, so are its tokens.
-        A row that has none is told in the result. Raises RunError when a rank failed.
+        ``before`` is the step whose tokens the plan does not know yet. A step may be given again:
+        as long as its rows' indices are the same, so are its tokens. Raises RunError as collect.
         """
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """Wait for a step: what its sampled rows and its reads gave.
+
+        Steps are asked for in their order, perhaps not all of them; one may be asked for again
+        when the wait was interrupted. A row that has no token is told in the result.
+        Raises RunError when a rank failed.
+        """
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """Launch a step that knows all its tokens, and collect it."""
 
     def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """Run a step of the draft model, where there is one; otherwise as ``execute``."""
@@ -112,12 +132,20 @@ class SamplingRows:
         self._states.pop(request_id, None)
         self._fed.pop(request_id, None)
 
-    def at(self, part: RankStep, rows: Sequence[SampleRow]) -> list[RowState | FailedRow]:
+    def at(
+        self,
+        part: RankStep,
+        rows: Sequence[SampleRow],
+        read_before: Callable[[], Sequence[int]] | None = None,
+    ) -> list[RowState | FailedRow]:
         """The states for this step's draws; one that cannot take its latest token has failed.
 
+        ``read_before`` gives the tokens of the step before, below zero for a row that had none.
+
         A request's latest token is the one that its sampled row is fed, so a state follows the
-        plan and not the draws: a step that is run a second time draws the same. Tokens before it
-        that came more than one at a time were fed as drafts, to this row's model or to its draft
+        plan and not the draws: a step that is run a second time draws the same. Where the plan does
+        not know that token it is waited for, but only for a state that depends on it. Tokens before
+        it that came more than one at a time were fed as drafts, to this row's model or to its draft
         model; a row of a draft is drawn as if that draft and those before it were tokens.
         """
         states: list[RowState | FailedRow] = []
@@ -125,7 +153,12 @@ class SamplingRows:
             state = self._states[row.request_id]
             if isinstance(state, RowState):
                 try:
-                    state = _fed(state, self._fed[row.request_id], row, latest)
+                    fed = self._fed[row.request_id]
+                    waits = latest < 0 and state.needs_history
+                    token_id = _read(read_before, latest) if waits else latest
+                    state = _fed(state, fed, row, token_id)
+                except RunError:
+                    raise
                 except Exception as error:
                     state = self._states[row.request_id] = FailedRow.of(error)
             states.append(state)
@@ -135,12 +168,23 @@ class SamplingRows:
 def _fed(state: RowState, fed: dict[int, int], row: SampleRow, latest: int) -> RowState:
     """The state for ``row``, which was fed ``latest``; ``fed`` are ids that it has not taken."""
     known = row.index - row.ahead
+    if not state.needs_history:
+        state.num_produced = known
+        return state.ahead((latest,) * row.ahead) if row.ahead else state
     if row.index > state.num_produced:
         fed[row.index - 1] = latest
     while state.num_produced < known:
         state.append(fed.pop(state.num_produced))
     assert state.num_produced == known, "a request's tokens are fed in order"
     return state.ahead([fed[place] for place in range(known, row.index)]) if row.ahead else state
+
+
+def _read(read_before: Callable[[], Sequence[int]] | None, fed: int) -> int:
+    assert read_before is not None, "the plan refers to a step that is not there"
+    token_id = read_before()[sampled_row(fed)]
+    if token_id < 0:
+        raise RequestError("the step before gave this request no token")
+    return token_id
 
 
 def _sampled_inputs(part: RankStep) -> list[int]:

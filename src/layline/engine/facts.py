@@ -27,8 +27,9 @@ class ModelFacts:
 
     ``dtype`` is that of weights and arithmetic, ``kv_dtype`` that of cached keys and values;
     ``packed`` keeps quantised matrices quantised for decode. ``spec`` is the mesh as rank 0 sees
-    it, ``policy_reason`` says where its policy comes from. ``pooling`` is how a model that makes
-    embeddings does; others generate text.
+    it, ``policy_reason`` says where its policy comes from. ``batch_invariant`` computes each row
+    alike whatever shares its step. ``pooling`` is how a model that makes embeddings does; others
+    generate text.
     """
 
     config: DecoderConfig
@@ -39,6 +40,7 @@ class ModelFacts:
     packed: bool
     max_model_len: int
     cp_layout: str
+    batch_invariant: bool = False
     pooling: Pooling | None = None
 
     @property
@@ -99,6 +101,11 @@ def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
     config = family_of(checkpoint.config).parse(checkpoint.config)
     dtype, packed = resolve_dtype(engine, checkpoint)
     spec, reason = resolve_mesh(engine, config)
+    if engine.batch_invariant and config.rope.kind == "dynamic":
+        raise UsageError(
+            "batch_invariant does not go with dynamic rope scaling, whose angles are computed for "
+            "a whole step at once; expected a run without it"
+        )
     return ModelFacts(
         config=config,
         spec=spec,
@@ -108,6 +115,7 @@ def resolve(engine: EngineConfig, checkpoint: Checkpoint) -> ModelFacts:
         packed=packed,
         max_model_len=resolve_context(engine, config),
         cp_layout=engine.cp_layout,
+        batch_invariant=engine.batch_invariant,
         pooling=pooling_of(checkpoint),
     )
 

@@ -22,8 +22,8 @@ from layline.engine.output import (
 )
 from layline.engine.progress import progress_bar
 from layline.engine.request import Request
-from layline.engine.scheduler import SchedulerStats
 from layline.engine.speculation.make import make_speculation
+from layline.engine.statistics import SchedulerStats
 from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError, PromptError, RequestError, UsageError, one_of
 from layline.sampling import SamplingParams, TokenLogprobs
@@ -37,8 +37,8 @@ class LLM:
 
     Keywords are the command line's flags with underscores: ``model``, ``device``, ``dtype``,
     ``threads`` (of torch in the whole run), ``max_model_len``, ``kv_memory`` (bytes of a rank, or
-    text such as ``"512M"``), ``kv_dtype``, ``prefix_cache``, ``max_running``, and the mesh's:
-    ``tp``, ``attn_dp``, ``attn_cp``, ``ep``, ``dense_tp``, ``boundary_reduction``,
+    text such as ``"512M"``), ``kv_dtype``, ``prefix_cache``, ``batch_invariant``, ``max_running``,
+    and the mesh's: ``tp``, ``attn_dp``, ``attn_cp``, ``ep``, ``dense_tp``, ``boundary_reduction``,
     ``sequence_parallel``, ``input_scattered``, ``quantised_all_reduce``, ``dp_padding``,
     ``cp_layout``, and speculation's: ``speculative``, ``speculative_model``, ``speculative_tokens``
     and ``speculative_boundary_reduction``. Also ``prefill_tokens``, the most prompt tokens of one
@@ -64,7 +64,14 @@ class LLM:
             self.engine_config, executor.num_blocks, shares=self._model.facts.shares_prefixes
         )
         speculation = make_speculation(self.engine_config, self._model, scheduler, executor)
-        self._engine = Engine(self._model, scheduler, executor, times, speculation)
+        self._engine = Engine(
+            self._model,
+            scheduler,
+            executor,
+            times,
+            speculation,
+            overlaps=self.engine_config.overlaps,
+        )
         self._executor = executor
         # With the engine, not with this object: streams may outlive it.
         self._close = weakref.finalize(self._engine, executor.close)

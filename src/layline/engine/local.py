@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
-from layline.engine.drawing import draw_rows
-from layline.engine.executor import MemoryUse, RowSpec, SamplingRows
+from layline.engine.drawing import DrawnRows, draw_rows
+from layline.engine.executor import Launched, MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
-from layline.engine.outcome import StepResult
+from layline.engine.outcome import FailedRow, StepResult
+from layline.engine.pass_clock import TimedPass
+from layline.engine.reading import Reading
 from layline.engine.runner import Runner
 from layline.engine.step import MeshStep
-from layline.engine.step_times import PassTimes, StepTimes
+from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError
 from layline.layers.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalStep(Launched):
+    drawn: DrawnRows
+    readings: list[Reading | FailedRow]
+    timed: TimedPass
 
 
 class LocalExecutor:
@@ -39,32 +50,53 @@ class LocalExecutor:
         self._rows.release(request_id)
 
     @torch.inference_mode()
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """See Executor."""
-        result, times = self._run(self._runner, step, rows)
-        self._times.add_passes([times])
-        return result
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """See Executor. On the CPU the step is done when this returns."""
+        return self._run(self._runner, step, rows, before)
 
     @torch.inference_mode()
     def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
-        result, _ = self._run(self.loaded.draft_model().runner, step, rows)
-        return result
+        done = self._run(self.loaded.draft_model().runner, step, rows, None)
+        return StepResult([done.drawn.read()], [done.readings])
 
     def _run(
-        self, runner: Runner, step: MeshStep, rows: Sequence[Sequence[SampleRow]]
-    ) -> tuple[StepResult, PassTimes]:
+        self,
+        runner: Runner,
+        step: MeshStep,
+        rows: Sequence[Sequence[SampleRow]],
+        before: Launched | None,
+    ) -> _LocalStep:
         (part,) = step.parts
         clock = runner.clock
         clock.start()
+        fed = before.drawn if isinstance(before, _LocalStep) else None
+        ids = None if fed is None else fed.token_ids
         if part.reads:
-            logits, readings = runner.run_reading(step)
+            logits, readings = runner.run_reading(step, ids)
         else:
-            logits, readings = runner.run(step), []
+            logits, readings = runner.run(step, ids), []
         clock.lap("execute")
-        drawn = draw_rows(self._sampler, logits, self._rows.at(part, rows[0])).read()
+        states = self._rows.at(part, rows[0], None if fed is None else fed.read_ids)
+        drawn = draw_rows(self._sampler, logits, states)
         clock.lap("sample")
-        return StepResult([drawn], [readings]), clock.times()
+        return _LocalStep(drawn, readings, clock.take())
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """See Executor."""
+        assert isinstance(launched, _LocalStep)
+        timed = launched.timed
+        begin = perf_counter()
+        outcomes = launched.drawn.read()
+        timed.add("sample", perf_counter() - begin)
+        self._times.add_passes([timed.times()])
+        return StepResult([outcomes], [launched.readings])
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor."""
+        return self.collect(self.launch(step, rows, None))
 
     def memory(self) -> MemoryUse:
         """See Executor."""

@@ -15,7 +15,8 @@ from layline.engine.runner import Runner
 from layline.engine.scheduler import BLOCK_SIZE
 from layline.engine.speculation.draft_facts import open_draft, resolve_draft
 from layline.errors import UsageError
-from layline.layers.attention import TorchAttention
+from layline.layers.attention import AttentionBackend, TorchAttention
+from layline.layers.invariant_attention import InvariantAttention
 from layline.models.config import DecoderConfig
 from layline.models.decoder import Decoder
 from layline.models.loader import LoadTarget, ModelLoader
@@ -129,11 +130,17 @@ def load_part(
     # Attention computes in the wider of the two: neither queries nor keys are rounded for it.
     # A quantised cache is read in the run's.
     wider = torch.promote_types(dtype, DTYPES.get(facts.kv_dtype, dtype))
-    backend = TorchAttention(BLOCK_SIZE, device, wider)
+    backend: AttentionBackend = TorchAttention(BLOCK_SIZE, device, wider)
+    if facts.batch_invariant:
+        backend = InvariantAttention(BLOCK_SIZE)
     loader = ModelLoader(
         checkpoint,
         LoadTarget(
-            device=device, dtype=dtype, packed=facts.packed, max_position=facts.max_model_len
+            device=device,
+            dtype=dtype,
+            packed=facts.packed,
+            max_position=facts.max_model_len,
+            batch_invariant=facts.batch_invariant,
         ),
     )
     with torch.inference_mode():

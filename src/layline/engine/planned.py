@@ -48,8 +48,9 @@ class ModelPlan:
     ``lines`` are those of a step in the order in which ranks run them. ``packed_head`` is the
     encoding of a head that stays quantised: which kernel this machine has for it decides what its
     scores are, so ``sizes`` are ``assumed`` until the kernels have been asked. ``room`` is what
-    the device has for a rank, ``weights_format`` how the checkpoint stores its matrices. ``draft``
-    is a draft model that takes a part of the room.
+    the device has for a rank, ``weights_format`` how the checkpoint stores its matrices;
+    ``overlaps`` tells whether steps are launched one ahead. ``draft`` is a draft model that takes
+    a part of the room.
     """
 
     facts: ModelFacts
@@ -61,6 +62,7 @@ class ModelPlan:
     room: Room
     packed_head: str | None = None
     assumed: bool = False
+    overlaps: bool = False
     weights_format: str = ""
     draft: ModelFacts | None = None
 
@@ -73,7 +75,9 @@ class ModelPlan:
         return self if kind is self.kind else replace(self, kind=kind, lines=self._lines_of(kind))
 
     def _lines_of(self, kind: BatchKind) -> tuple[Line, ...]:
-        compute = compute_collectives(self.facts.config, self.spec, kind, self.facts.kv_dtype)
+        compute = compute_collectives(
+            self.facts.config, self.spec, kind, self.facts.kv_dtype, overlaps=self.overlaps
+        )
         return tuple(lines_of(self.stages, Ground(self.spec, kind), compute))
 
     @property
@@ -110,14 +114,15 @@ class ModelPlan:
         return self.kind.variant is not BatchVariant.ORDINARY or tokens > DECODE_TOKENS
 
     def records(
-        self, step: StepRows, rank: int, sampled: int, *, prefill: bool = False
+        self, step: StepRows, rank: int, sampled: int, *, prefill: bool = False, fed: int = 0
     ) -> list[CollectiveRecord]:
         """What ``rank`` must record in a step in which its DP rank scores ``sampled`` rows.
 
-        ``prefill`` tells that every DP rank with rows prefills.
+        ``prefill`` tells that every DP rank with rows prefills, ``fed`` how many rows of its DP
+        rank the step before samples for.
         """
         topology = self.spec.topology.at(rank)
-        numbers = RankStep.of(step, topology, sampled, prefill=prefill)
+        numbers = RankStep.of(step, topology, sampled, prefill=prefill, fed=fed)
         return step_records(self.collectives(), numbers, self.sizes)
 
 
@@ -146,6 +151,7 @@ def open_plan(model: str, flags: Mapping[str, Any], variant: str) -> ModelPlan:
         room=room_for(engine, facts.spec.topology),
         packed_head=head,
         assumed=head is not None,
+        overlaps=engine.overlaps,
         weights_format=stored,
         draft=draft_facts(engine, facts),
     )
@@ -248,9 +254,12 @@ def example_steps(plan: ModelPlan) -> dict[int, StepRows]:
 
 
 def totals(plan: ModelPlan, step: StepRows, *, prefill: bool) -> list[GroupTotal]:
-    """Totals of rank 0 in a step that scores one row on each attention DP rank."""
+    """Totals of rank 0 in a step that scores one row on each attention DP rank.
+
+    A decode is fed what the step before sampled.
+    """
     found: dict[tuple[GroupName, bool], tuple[int, Bytes]] = {}
-    for record in plan.records(step, 0, 1, prefill=prefill):
+    for record in plan.records(step, 0, 1, prefill=prefill, fed=0 if prefill else 1):
         ranks = plan.spec.topology.size(record.group)
         count, num_bytes = found.get((record.group, record.in_compute), (0, Bytes()))
         wire = wire_bytes(record.kind, record.payload_bytes, ranks)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from layline.engine.reading import Reading, RowRead
 from layline.engine.request import Request
-from layline.engine.scheduler import StepEntry
+from layline.engine.step_plan import StepEntry
 
 
 def reads_of(entries: Sequence[StepEntry]) -> Iterator[RowRead]:

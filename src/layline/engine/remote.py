@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any
 
 from layline.comm.groups import CollectiveKind, CollectiveRecord
 from layline.engine import wire
 from layline.engine.balance import SampleRow
-from layline.engine.executor import MemoryUse, RowSpec
+from layline.engine.executor import Launched, MemoryUse, RowSpec
 from layline.engine.outcome import FailedRow, Outcome, StepResult
 from layline.engine.reading import Reading, RowRead
 from layline.engine.step import MeshStep
@@ -23,6 +23,13 @@ from layline.sampling import SamplingParams, TokenLogprobs
 from layline.topology import GroupName, Topology
 
 LOG = logging.getLogger("layline.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteStep(Launched):
+    number: int
+    launched_at: float
+    step: MeshStep
 
 
 class RemoteExecutor:
@@ -37,6 +44,7 @@ class RemoteExecutor:
         self._leaders = self._ranks[:: topology.attn_cp * topology.attn_tp]
         self._steps = StepEncoder()
         self._number = 0
+        self._collected_at = 0.0
         self._weight_bytes = 0
         self._cache_bytes = 0
         self.num_blocks = 0
@@ -89,29 +97,53 @@ class RemoteExecutor:
         if self._supervisor.is_running:
             self._supervisor.post(wire.Release(request_id), self._leaders[attn_dp])
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """See Executor."""
-        return self._run(step, rows, draft=False)
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """See Executor. Ranks find the step in their connection when they are done with others."""
+        fed = before.number if isinstance(before, _RemoteStep) else 0
+        return self._post(step, rows, before=fed)
 
     def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
-        return self._run(step, rows, draft=True)
+        result, _ = self._replies(self._post(step, rows, draft=True))
+        return result
 
-    def _run(
-        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], *, draft: bool
-    ) -> StepResult:
-        begin = perf_counter()
+    def collect(self, launched: Launched, /) -> StepResult:
+        """See Executor."""
+        assert isinstance(launched, _RemoteStep)
+        result, replies = self._replies(launched)
+        # Ranks begin with it once they are done with the step before.
+        now, begin = perf_counter(), max(launched.launched_at, self._collected_at)
+        self._collected_at = now
+        self._times.add_passes([reply.times for reply in replies], now - begin)
+        return result
+
+    def _post(
+        self,
+        step: MeshStep,
+        rows: Sequence[Sequence[SampleRow]],
+        *,
+        before: int = 0,
+        draft: bool = False,
+    ) -> _RemoteStep:
         self._number += 1
-        self._supervisor.post(self._steps.encode(self._number, step, rows, draft=draft))
+        self._supervisor.post(self._steps.encode(self._number, step, rows, before, draft=draft))
         self._steps.sent()
-        replies = self._supervisor.collect((wire.Tokens,), self._leaders, self._number)
-        if not draft:
-            self._times.add_passes([reply.times for reply in replies], perf_counter() - begin)
-        pairs = zip(step.parts, replies, strict=True)
-        return StepResult(
+        return _RemoteStep(self._number, perf_counter(), step)
+
+    def _replies(self, launched: _RemoteStep) -> tuple[StepResult, list[wire.Tokens]]:
+        replies = self._supervisor.collect((wire.Tokens,), self._leaders, launched.number)
+        pairs = zip(launched.step.parts, replies, strict=True)
+        result = StepResult(
             [tokens_of(reply) for reply in replies],
             [readings_of(part.reads, reply) for part, reply in pairs],
         )
+        return result, replies
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor."""
+        return self.collect(self.launch(step, rows, None))
 
     def memory(self) -> MemoryUse:
         """See Executor."""

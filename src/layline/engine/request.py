@@ -50,6 +50,8 @@ class Request:
     ``reading`` says what is read of the prompt: ``prompt_logprobs`` from its second token on, or
     ``hidden_sum``; ``num_read`` tokens have been computed at some time, so that they are read once.
     ``error`` says why a request with the reason ERROR ended.
+    ``num_pending`` counts tokens that steps under way sample, the latest of them from the sampled
+    row ``pending_row``.
     """
 
     request_id: int
@@ -70,6 +72,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_read: int = 0
+    num_pending: int = 0
+    pending_row: int = 0
     num_cached: int = 0
     num_preempted: int = 0
     drafts: tuple[int, ...] = ()
@@ -105,6 +109,11 @@ class Request:
     def is_prefilled(self) -> bool:
         """True when every prompt token is in the cache."""
         return self.num_computed >= len(self.prompt_ids)
+
+    @property
+    def must_end(self) -> bool:
+        """True when the tokens under way are the last that it may generate."""
+        return self.num_pending > 0 and self.num_pending + len(self.output_ids) >= self.most_tokens
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take one generated token: its text, and whether the request ends with it."""

@@ -10,6 +10,7 @@ import torch
 from layline.boundary.layout import BatchVariant
 from layline.boundary.mesh import Mesh
 from layline.boundary.rows import kind_of, rank_rows
+from layline.engine.input_ids import InputIds
 from layline.engine.outcome import FailedRow
 from layline.engine.pass_clock import PassClock
 from layline.engine.rank_part import RankPart, part_of
@@ -20,6 +21,7 @@ from layline.layers.attention import AttentionBackend, slot_numbers
 from layline.layers.forward_batch import ContextRows, ForwardBatch
 from layline.layers.parallel import compute_group
 from layline.layers.spans import SequenceSpan
+from layline.layers.transfer import upload
 from layline.models.decoder import Decoder
 from layline.topology import GroupName
 
@@ -47,27 +49,31 @@ class Runner:
         self._mesh = mesh or Mesh()
         self._cp_layout = cp_layout
         self._cp_group = compute_group(self._mesh, GroupName.ATTN_CP)
+        self._ids = InputIds(device, self._mesh)
         self.clock = PassClock(device)
 
-    def run(self, step: MeshStep) -> torch.Tensor:
+    def run(self, step: MeshStep, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [sampling rows, vocabulary] of this DP rank, in row order.
 
-        A step in which no prompt of it is complete gives no rows.
+        ``sampled`` are the ids that the step before gave, int64 [its sampled rows], where this rank
+        draws them. A step in which no prompt of it is complete gives no rows.
         """
-        return self.score(self.hidden_states(step), step)
+        return self.score(self.hidden_states(step, sampled), step)
 
-    def run_reading(self, step: MeshStep) -> tuple[torch.Tensor, list[Reading | FailedRow]]:
+    def run_reading(
+        self, step: MeshStep, sampled: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, list[Reading | FailedRow]]:
         """Logits as :meth:`run` gives them, and what the step's reads on this DP rank give."""
-        hidden = self.hidden_states(step)
+        hidden = self.hidden_states(step, sampled)
         here = self._mesh.topology.coordinates
         reader = RowReader(self.model, self._cp_group, here.attn_cp)
         logits = self.score(hidden, step)
         return logits, reader.read(hidden, step.parts[here.attn_dp], self._part(step))
 
-    def hidden_states(self, step: MeshStep) -> torch.Tensor:
+    def hidden_states(self, step: MeshStep, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Normalised hidden states of this rank's rows, [tokens, hidden]; the cache is written."""
         part = self._part(step)
-        ids = torch.tensor(part.token_ids, dtype=torch.int64, device=self._device)
+        ids = self._ids.of(part.token_ids, sampled)
         batch = self._batch(step, part)
         self.clock.lap("prepare")
         return self.model.forward(ids, batch)
@@ -82,7 +88,7 @@ class Runner:
             return self.model.logits(self._joined_rows(hidden, part))
         rows = [row for row in part.sampling_rows if row is not None]
         if len(rows) != hidden.shape[0]:
-            index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+            index = upload(np.array(rows, dtype=np.int64), self._device)
             hidden = hidden.index_select(0, index)
         return self.model.logits(hidden)
 
@@ -106,11 +112,9 @@ class Runner:
         lengths = None
         if self.model.rope_is_dynamic:
             counts = [span.count for span in spans]
-            lengths = torch.from_numpy(np.repeat([span.rope_length for span in spans], counts))
-            lengths = lengths.to(self._device)
-        cos, sin = self.model.rotations(
-            part.phase, torch.from_numpy(positions).to(self._device), lengths
-        )
+            each = np.array([span.rope_length for span in spans], dtype=np.int64)
+            lengths = upload(np.repeat(each, counts), self._device)
+        cos, sin = self.model.rotations(part.phase, upload(positions, self._device), lengths)
         topology = self._mesh.topology
         single = topology.is_single
         return ForwardBatch(
@@ -128,7 +132,7 @@ class Runner:
     def _context(self, part: RankPart) -> ContextRows | None:
         if part.join_order is None:
             return None
-        order = torch.tensor(part.join_order, dtype=torch.int64, device=self._device)
+        order = upload(np.array(part.join_order, dtype=np.int64), self._device)
         return ContextRows(part.join_width, order)
 
     def _slots(self, spans: Sequence[SequenceSpan]) -> torch.Tensor | slice:
@@ -142,7 +146,7 @@ class Runner:
         # A plain copy is a fraction of an indexed one; one sequence's rows are mostly consecutive.
         if len(slots) and (np.diff(slots) == 1).all():
             return slice(int(slots[0]), int(slots[0]) + len(slots))
-        return torch.from_numpy(slots).to(self._device)
+        return upload(slots, self._device)
 
 
 def _positions(spans: Sequence[SequenceSpan]) -> np.ndarray:

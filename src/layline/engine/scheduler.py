@@ -9,20 +9,28 @@ decode fills its last. When none is left, the request that stands last loses its
 go back and it waits again, keeping its tokens. Readmitted, it computes what the cache does not hold
 any more, prompt tokens by prefill and generated ones by decode, as they were computed at first.
 With drafts, guesses at its next tokens, it decodes a row for each; nobody is preempted for them.
+
+A step may be planned while the one before it still runs: :meth:`Scheduler.begin` counts a step's
+tokens as computed, :meth:`Scheduler.complete` comes when those that it samples are known. Requests
+decode on in between, each with the token that is under way, unless that must be their last. Devices
+run steps one after the other, so blocks that are given back while a step still writes to them may
+be taken at once: whoever writes to them next does so in a later step. Blocks are shared by the
+tokens in them, so those of tokens that are not known yet are not offered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from layline.engine.blocks import BlockPool
 from layline.engine.drafts import DraftLedger
 from layline.engine.prefix import block_key, root_key
 from layline.engine.request import Request
+from layline.engine.statistics import SchedulerStats
+from layline.engine.step_plan import EntryRows, StepEntry, StepPlan, joined_plan, sampled_row
 from layline.engine.waiting import Ticket, WaitingQueue
 from layline.errors import PromptError
-from layline.layers.spans import Phase, SequenceSpan, StepPhase, step_phase
+from layline.layers.spans import Phase, SequenceSpan
 
 BLOCK_SIZE = 16
 """Tokens in a block of the key-value cache."""
@@ -30,61 +38,6 @@ REPLAYED_ROWS = 64
 """Most generated tokens that a decode step computes once more for readmitted requests."""
 EXPECTED_TOKENS = 256
 """What a request is expected to generate at most where loads are compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepEntry:
-    """Tokens of one request in a step. ``samples`` is False while it has further known tokens.
-
-    ``ahead`` says how many of the tokens up to this row's are drafts, this one's included.
-    """
-
-    request: Request
-    span: SequenceSpan
-    samples: bool
-    ahead: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: its sequences in row order, and the token ids of their rows.
-
-    The first ``num_decode`` entries decode, one token each; a readmitted request, and one with
-    drafts, may have several of them, in the order of their positions. The others prefill.
-    """
-
-    num_decode: int
-    entries: tuple[StepEntry, ...]
-    token_ids: tuple[int, ...]
-
-    @property
-    def phase(self) -> StepPhase:
-        """Which of the rows decode."""
-        return step_phase(self.num_decode, len(self.token_ids))
-
-
-_Rows = tuple[list[StepEntry], list[int]]
-"""Entries and the token ids of their rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Numbers of now (requests, blocks) and since the start (tokens looked up, preemptions).
-
-    ``prefix_hits`` of the ``prefix_lookups`` prompt and replayed tokens were found in the cache,
-    ``accepted`` of the ``drafted`` verified drafts became tokens.
-    """
-
-    waiting: int = 0
-    running: int = 0
-    blocks: int = 0
-    blocks_held: int = 0
-    blocks_idle: int = 0
-    prefix_lookups: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    drafted: int = 0
-    accepted: int = 0
 
 
 class Scheduler:
@@ -193,7 +146,7 @@ class Scheduler:
         decodes = self._decode()
         budget = self._budget(prompt_tokens)
         left = min(budget, max(1, self._prefill_tokens - len(decodes[0])))
-        return _joined(decodes, self._prefill(left)) or self._late_decode()
+        return joined_plan(decodes, self._prefill(left)) or self._late_decode()
 
     def next_phase(self, prefer: Phase, prompt_tokens: int | None = None) -> StepPlan | None:
         """A step of one phase: the preferred one where there is work of it, else the other.
@@ -204,22 +157,60 @@ class Scheduler:
             plan = self._late_decode()
             if plan is not None:
                 return plan
-        return _joined(([], []), self._prefill(self._budget(prompt_tokens))) or self._late_decode()
+        return (
+            joined_plan(([], []), self._prefill(self._budget(prompt_tokens))) or self._late_decode()
+        )
 
-    def complete(self, plan: StepPlan) -> None:
-        """Record that the step's tokens are in the cache."""
-        if plan.num_decode < len(plan.entries):
-            self._nothing_fits = False  # A waiting request may share what was computed.
-        for number, entry in enumerate(plan.entries):
+    def begin(self, plan: StepPlan) -> None:
+        """Record that the step is under way, so that the next one can be planned.
+
+        Its prompts count as cached from here on: only later steps can read them.
+        """
+        row = 0
+        for entry in plan.entries:
             if entry.ahead:
+                row += 1
                 continue  # Whether a draft is a token of the request is not known yet.
             request = entry.request
-            request.num_computed = length = entry.span.length
-            request.num_read = max(request.num_read, length)
-            if number >= plan.num_decode or length % self._block_size == 0:
-                ticket = self._running.get(request.request_id)
-                if ticket is not None:
-                    self._keep_blocks(ticket)
+            request.num_computed = entry.span.length
+            request.num_read = max(request.num_read, entry.span.length)
+            if entry.samples:
+                request.num_pending += 1
+                request.pending_row = row
+                row += 1
+        prompts = plan.entries[plan.num_decode :]
+        for entry in prompts:
+            self._offer(entry)
+        if prompts:
+            self._nothing_fits = False  # A waiting request may share what is computed.
+
+    def complete(self, plan: StepPlan) -> None:
+        """Record that the step is done; its requests are given its tokens next."""
+        for number, entry in enumerate(plan.entries):
+            if entry.ahead:
+                continue
+            request = entry.request
+            request.num_pending -= entry.samples
+            # Only now are all tokens known that a decode has fed.
+            if number < plan.num_decode and entry.span.length % self._block_size == 0:
+                self._offer(entry)
+
+    def cancel(self, plan: StepPlan) -> None:
+        """Undo the beginning of a step that gave no tokens; of several, the latest comes first."""
+        for number, entry in reversed(list(enumerate(plan.entries))):
+            if entry.ahead:
+                continue
+            request = entry.request
+            request.num_pending -= entry.samples
+            if number >= plan.num_decode:
+                request.num_read = entry.num_read
+            if request.blocks is entry.span.blocks:  # Else it has lost them in between.
+                request.num_computed = entry.span.start
+
+    def _offer(self, entry: StepEntry) -> None:
+        ticket = self._running.get(entry.request.request_id)
+        if ticket is not None and ticket.request.blocks is entry.span.blocks:
+            self._keep_blocks(ticket, entry.span.length)
 
     def draft_rooms(self, wants: Callable[[Request], int]) -> list[tuple[Request, int]]:
         """Requests that may bring drafts to the next step, and how many; see DraftLedger.rooms."""
@@ -232,16 +223,16 @@ class Scheduler:
         request.num_computed += accepted
         ticket = self._running.get(request.request_id)
         if ticket is not None and accepted:
-            self._keep_blocks(ticket)
+            self._keep_blocks(ticket, request.num_computed)
 
     def _budget(self, prompt_tokens: int | None) -> int:
         return min(self._prefill_tokens, prompt_tokens or self._prefill_tokens)
 
     def _late_decode(self) -> StepPlan | None:
         """Decodes alone. Who has just been admitted may have all of its prompt in the cache."""
-        return _joined(self._decode(), ([], []))
+        return joined_plan(self._decode(), ([], []))
 
-    def _prefill(self, budget: int) -> _Rows:
+    def _prefill(self, budget: int) -> EntryRows:
         chunks = self._chunks(budget)
         entries: list[StepEntry] = []
         token_ids: list[int] = []
@@ -250,7 +241,7 @@ class Scheduler:
             span = SequenceSpan(start, count, request.blocks, rope_length=total)
             # A readmitted request has further tokens, to be computed by decode.
             samples = span.length == total and not request.output_ids and request.most_tokens > 0
-            entries.append(StepEntry(request, span, samples))
+            entries.append(StepEntry(request, span, samples, request.num_read))
             token_ids.extend(request.prompt_ids[start : start + count])
         return entries, token_ids
 
@@ -310,7 +301,8 @@ class Scheduler:
         postponed = False
         for ticket in self._waiting:
             found = self._found(ticket)
-            if self._is_being_filled(ticket, len(found), filling):
+            # Who lost its place gets the token that was under way first: it is to be fed, too.
+            if ticket.request.num_pending or self._is_being_filled(ticket, len(found), filling):
                 postponed = True
             elif self._fits(ticket.request, found):
                 self._start(ticket, found)
@@ -356,19 +348,22 @@ class Scheduler:
         self._waiting.leave(ticket, admitted=True)
         self._running[request.request_id] = ticket
 
-    def _decode(self) -> _Rows:
-        ready = [each.request for each in self._running.values() if each.request.is_prefilled]
-        ready = self._grow(ready)
+    def _decode(self) -> EntryRows:
+        running = [each.request for each in self._running.values()]
+        ready = self._grow([each for each in running if each.is_prefilled and not each.must_end])
         entries: list[StepEntry] = []
         token_ids: list[int] = []
         replayed = 0
         for request in ready:
             known, start = request.num_tokens, request.num_computed
-            if known - start == 1:
+            pending = request.num_pending
+            if pending or known - start == 1:
+                latest = sampled_row(request.pending_row) if pending else request.output_ids[-1]
                 drafts = request.drafts[: self.drafts.free_slots(request)]
-                for ahead, token_id in enumerate((request.output_ids[-1], *drafts)):
-                    span = SequenceSpan(start + ahead, 1, request.blocks, known + ahead)
-                    entries.append(StepEntry(request, span, True, ahead))
+                for ahead, token_id in enumerate((latest, *drafts)):
+                    length = known + pending + ahead
+                    span = SequenceSpan(start + ahead, 1, request.blocks, length)
+                    entries.append(StepEntry(request, span, True, ahead=ahead))
                     token_ids.append(token_id)
                 continue
             stop = min(known, start + REPLAYED_ROWS - replayed)
@@ -424,10 +419,10 @@ class Scheduler:
             tokens = min(tokens, request.reading.cacheable(request.num_read, tokens))
         return tokens // self._block_size
 
-    def _keep_blocks(self, ticket: Ticket) -> None:
-        """Offer blocks that have become full to the prefix cache."""
+    def _keep_blocks(self, ticket: Ticket, length: int) -> None:
+        """Offer the full blocks of the request's first ``length`` tokens to the prefix cache."""
         prefix, request = self._pool.prefix, ticket.request
-        full = request.num_computed // self._block_size
+        full = length // self._block_size
         if prefix is None or full <= ticket.num_kept:
             return
         self._extend(ticket.keys, request, full)
@@ -441,10 +436,3 @@ class Scheduler:
             parent = keys[-1] if keys else root_key(request.cache_salt)
             start = len(keys) * self._block_size
             keys.append(block_key(parent, request.token_ids(start, start + self._block_size)))
-
-
-def _joined(decodes: _Rows, prompts: _Rows) -> StepPlan | None:
-    entries = (*decodes[0], *prompts[0])
-    if not entries:
-        return None
-    return StepPlan(len(decodes[0]), entries, (*decodes[1], *prompts[1]))

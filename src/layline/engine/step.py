@@ -20,7 +20,7 @@ class RankStep:
 
     The first ``num_decode`` spans decode, one token each, and the others prefill. ``samples[i]``
     says whether the last row of span ``i`` is scored; ``reads`` are further rows that something is
-    wanted of.
+    wanted of. Ids below zero are those that the step before samples; see step_plan.
     """
 
     num_decode: int
@@ -33,6 +33,11 @@ class RankStep:
     def num_tokens(self) -> int:
         """Rows of the step on this DP rank, context parallelism not counted."""
         return len(self.token_ids)
+
+    @property
+    def num_fed(self) -> int:
+        """Rows whose token the step before samples."""
+        return sum(token_id < 0 for token_id in self.token_ids)
 
     @property
     def phase(self) -> StepPhase:

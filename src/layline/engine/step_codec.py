@@ -41,10 +41,14 @@ class StepEncoder:
         number: int,
         step: MeshStep,
         rows: Sequence[Sequence[SampleRow]],
+        before: int = 0,
         *,
         draft: bool = False,
     ) -> Step:
-        """The message of a step, of the draft model's where ``draft`` says so."""
+        """The message of a step, of the draft model's where ``draft`` says so.
+
+        ``before`` is the number of the step whose tokens it is fed.
+        """
         self._fresh = {}
         parts = [self._part(number, part) for part in step.parts]
         self._stale = [
@@ -54,6 +58,7 @@ class StepEncoder:
         ]
         return Step(
             number=number,
+            before=before,
             parts=parts,
             variant=step.rows.variant.value,
             counts=[list(counts) for counts in step.rows.counts],

@@ -42,6 +42,8 @@ class Supervisor:
         self._links: list[RankLink] = []
         self._inbox: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._outbox: deque[tuple[int | None, bytes]] = deque()
+        # By step, what ranks have answered: of those that are asked for, and of later ones.
+        self._steps: dict[int, dict[int, Any]] = {}
         self._failure: LaylineError | None = None
         self._is_told = False
         self._stop: Stop | None = None
@@ -63,17 +65,23 @@ class Supervisor:
     def collect(self, kinds: tuple[type, ...], ranks: Sequence[int], number: int = -1) -> list[Any]:
         """One message of ``kinds`` from each of ``ranks``, in that order; waits for them.
 
-        With ``number``, messages of other steps are dropped. Raises the run's failure.
+        With ``number``, those of that step; what comes of later steps is kept, also when the wait
+        is interrupted, and what came of earlier ones is dropped. Raises the run's failure.
         """
         found: dict[int, Any] = {}
-        while len(found) < len(ranks):
+        if number >= 0:
+            self._steps = {step: kept for step, kept in self._steps.items() if step >= number}
+            found = self._steps.setdefault(number, found)
+        while not all(rank in found for rank in ranks):
             item = None if self._failure is not None else self._inbox.get()
             if item is None:
                 self._check()
                 raise RunError("the engine is closed")
             rank, message = item
-            current = number in (-1, getattr(message, "number", -1))
-            if rank in ranks and isinstance(message, kinds) and current:
+            step = getattr(message, "number", -1)
+            if step >= 0:
+                self._steps.setdefault(step, {})[rank] = message
+            elif rank in ranks and isinstance(message, kinds):
                 found[rank] = message
         return [found[rank] for rank in ranks]
 

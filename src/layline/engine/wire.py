@@ -83,11 +83,13 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
 class Step(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A MeshStep and, by DP rank, (request, index, ahead) of its sampled rows.
 
+    ``before`` is the number of the step whose tokens stand in it as ids below zero, 0 for none.
     ``tables`` are the block tables that were not sent before, by number; numbers in ``dropped`` may
     be given again. ``draft`` steps are run by the draft model.
     """
 
     number: int
+    before: int
     parts: list[Part]
     variant: str
     counts: list[list[int]]

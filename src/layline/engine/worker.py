@@ -16,6 +16,8 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +28,7 @@ from layline.engine.facts import read_tokenizer
 from layline.engine.memory import peak_bytes
 from layline.engine.outcome import FailedRow, Outcome
 from layline.engine.reading import Reading
+from layline.engine.replies import Replies
 from layline.engine.step_codec import StepDecoder
 from layline.engine.wire import (
     Admit,
@@ -48,6 +51,7 @@ from layline.engine.wire import (
     Tokens,
     WireError,
 )
+from layline.errors import RunError
 from layline.grammar import Grammar
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.text.constraint import ConstraintCompiler
@@ -55,7 +59,9 @@ from layline.text.constraint import ConstraintCompiler
 if TYPE_CHECKING:
     from layline.comm.groups import Groups
     from layline.comm.recording import Recorder
+    from layline.engine.drawing import DrawnRows
     from layline.engine.model import LoadedModel
+    from layline.engine.pass_clock import TimedPass
 
 BEAT_S = 1.0
 LOST = 3
@@ -121,10 +127,15 @@ class Rank:
         self._rows = SamplingRows()
         self._steps = StepDecoder()
         self._sampler = Sampler()
+        # By step, what the last two gave.
+        self._drawn: dict[int, DrawnRows] = {}
         self._constraints: ConstraintCompiler | None = None
 
     def answer(self, message: Any) -> Any:
-        """Carry out one message; the reply, or None. Raises what makes the rank unusable."""
+        """Carry out one message; the reply, a function that waits for it, or None.
+
+        Raises what makes the rank unusable.
+        """
         if isinstance(message, Step):
             return self._step(message)
         if isinstance(message, Admit):
@@ -176,19 +187,27 @@ class Rank:
         clock.start()
         step, rows = self._steps.decode(message)
         part = step.parts[self._attn_dp]
+        before = self._drawn.get(message.before)
+        fed = None if before is None else before.token_ids
         with torch.inference_mode():
             if part.reads:
-                logits, readings = runner.run_reading(step)
+                logits, readings = runner.run_reading(step, fed)
             else:
-                logits, readings = runner.run(step), []
+                logits, readings = runner.run(step, fed), []
             clock.lap("execute")
             if not self.leads:
                 return None
-            states = self._rows.at(part, rows[self._attn_dp])
-            drawn = draw_rows(self._sampler, logits, states).read()
-        reply = packed_tokens(message.number, drawn, readings)
+            if before is None and message.before:
+                raise RunError(f"step {message.before} has no tokens to go on from")
+            read = None if before is None else before.read_ids
+            states = self._rows.at(part, rows[self._attn_dp], read)
+            drawn = draw_rows(self._sampler, logits, states)
         clock.lap("sample")
-        return msgspec.structs.replace(reply, times=clock.times())
+        self._drawn[message.number] = drawn
+        # A step refers to the one before it, and again if it has to be sent again.
+        if len(self._drawn) > 2:
+            del self._drawn[next(iter(self._drawn))]
+        return partial(tokens_reply, message.number, drawn, readings, clock.take())
 
 
 def load_rank(start: Start, store: Any = None) -> Rank:
@@ -253,15 +272,17 @@ def serve(connection: Connection, hello: Hello, *, owns_process: bool, store: An
 
 def obey(connection: Connection, rank: Rank) -> int:
     """Carry out messages until one says stop, or none can come any more."""
-    while True:
-        message = connection.receive()
-        if message is None:
-            return LOST
-        if isinstance(message, Stop):
-            return message.status
-        reply = rank.answer(message)
-        if reply is not None:
-            connection.send(reply)
+    # Where steps are only queued, the next one is queued too before the first is waited for.
+    with Replies(connection, queues=rank.loaded.device.type == "cuda") as replies:
+        while True:
+            message = connection.receive()
+            if message is None:
+                return LOST
+            if isinstance(message, Stop):
+                return message.status
+            reply = rank.answer(message)
+            if reply is not None:
+                replies.put(reply)
 
 
 def report(connection: Connection, error: Exception) -> None:
@@ -285,6 +306,16 @@ def spec_of(message: Admit) -> RowSpec:
         eos_ids=frozenset(message.eos_ids),
         banned_ids=frozenset(message.banned_ids),
     )
+
+
+def tokens_reply(
+    number: int, drawn: DrawnRows, readings: Sequence[Reading | FailedRow], timed: TimedPass
+) -> Tokens:
+    """What a step gave, once it is there."""
+    begin = perf_counter()
+    reply = packed_tokens(number, drawn.read(), readings)
+    timed.add("sample", perf_counter() - begin)
+    return msgspec.structs.replace(reply, times=timed.times())
 
 
 def params_of(fields: Mapping[str, Any]) -> SamplingParams:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from layline.layers.forward_batch import AttentionPlan
 from layline.layers.kv_cache import KVCache
 from layline.layers.spans import MixedPhase, Phase, SequenceSpan, StepPhase
+from layline.layers.transfer import upload
 
 QUERY_ROWS = 128
 NULL_SLOT = 0  # Block 0 is never given to a sequence; its rows stay zero, so padding reads zeros.
@@ -188,12 +189,12 @@ class TorchAttention:
         hidden = np.arange(longest)[None, :] >= np.asarray(counts)[:, None]
         slots = self._slots_from(spans, firsts, longest)
         slots[hidden] = NULL_SLOT
-        gather = torch.from_numpy(slots.reshape(-1)).to(self._device)
+        gather = upload(slots.reshape(-1), self._device)
         mask = None
         if min(counts) != longest:
             mask = torch.zeros(len(spans), 1, 1, longest, dtype=self._dtype)
             mask[torch.from_numpy(hidden)[:, None, None, :]] = float("-inf")
-            mask = mask.to(self._device)
+            mask = upload(mask, self._device)
         return _DecodeReach(_Reach(0, 0, gather), mask)
 
     def _slots_from(
@@ -250,7 +251,7 @@ class TorchAttention:
         start = int(slots[0])
         if int(slots[-1]) - start == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
             return _Reach(start, start + len(slots), None)
-        return _Reach(0, 0, torch.from_numpy(slots).to(self._device))
+        return _Reach(0, 0, upload(slots, self._device))
 
 
 def slot_numbers(span: SequenceSpan, first: int, last: int, block_size: int) -> np.ndarray:

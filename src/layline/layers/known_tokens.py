@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from layline.layers import sampling_device, sampling_rows
-from layline.layers.sampling_device import upload
+from layline.layers.transfer import upload
 from layline.sampling import TokenLogprobs
 
 

@@ -12,6 +12,7 @@ import torch
 
 from layline.boundary.quantised import QuantisedRows
 from layline.kernels.dense_matmul import dense_matmul, wide_bfloat16_is_slow
+from layline.kernels.tiled_matmul import tiled_matmul
 from layline.layers.spans import MixedPhase, Phase, StepPhase
 
 
@@ -34,10 +35,11 @@ class Linear:
     ``weight`` [out features, in features] serves prefill, and decode too unless ``packed`` is
     given. A layer whose packed weight serves prefill, or that runs in decode only (the head), comes
     without ``weight``; with ``keeps_accumulator`` it returns what its kernel accumulated in, FP32
-    where that is wider.
+    where that is wider. ``tiled`` computes each row alike in every batch and phase; a packed weight
+    has to do so of its own.
     """
 
-    __slots__ = ("_upcast", "bias", "keeps_accumulator", "packed", "weight")
+    __slots__ = ("_tiled", "_upcast", "bias", "keeps_accumulator", "packed", "weight")
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class Linear:
         packed: PackedWeight | None = None,
         *,
         keeps_accumulator: bool = False,
+        tiled: bool = False,
     ) -> None:
         if weight is None and packed is None:
             raise ValueError("a linear layer needs a weight")
@@ -53,8 +56,10 @@ class Linear:
         self.bias = bias
         self.packed = packed
         self.keeps_accumulator = keeps_accumulator
+        self._tiled = tiled
         self._upcast = (
             weight is not None
+            and not tiled
             and weight.device.type == "cpu"
             and weight.dtype is torch.bfloat16
             and wide_bfloat16_is_slow()
@@ -78,6 +83,8 @@ class Linear:
                 out.add_(self.bias)
             return out if self.keeps_accumulator else out.to(torch.bfloat16)
         assert weight is not None
+        if self._tiled:
+            return tiled_matmul(x, weight, self.bias)
         upcast = self._upcast and phase is Phase.PREFILL
         return dense_matmul(x, weight, self.bias, upcast=upcast)
 

@@ -31,8 +31,8 @@ import torch
 
 from layline.errors import RunError
 from layline.layers import sampling_device, sampling_rows
-from layline.layers.sampling_device import upload
 from layline.layers.sampling_state import RowState
+from layline.layers.transfer import Download, upload
 from layline.sampling import TokenLogprobs
 from layline.text.constraint import PackedIds
 
@@ -54,6 +54,8 @@ class SampledBatch:
         self, token_ids: torch.Tensor, read_logprobs: Callable[[], list[TokenLogprobs | None]]
     ) -> None:
         self.token_ids = token_ids
+        # From here on: the host may read the ids while the device is busy with a later step.
+        self._arriving = Download(token_ids)
         self._read_logprobs = read_logprobs
         self._ids: list[int] | None = None
         self._logprobs: list[TokenLogprobs | None] | None = None
@@ -62,7 +64,7 @@ class SampledBatch:
     def outcomes(self) -> list[int]:
         """The token ids on the host, -1 for none; waits for the device the first time."""
         if self._ids is None:
-            self._ids = self.token_ids.tolist()
+            self._ids = self._arriving.wait()[0].tolist()
         return self._ids
 
     def read(self) -> list[int]:
@@ -263,12 +265,11 @@ def _logprob_reader(
     chosen = logits.gather(1, token_ids[index].clamp_min(0).unsqueeze(1)) - log_total
     most = min(max(top for _, top in wanted), raw.shape[1])
     top_logits, top_ids = sampling_device.best(logits, most)
-    top_values = top_logits - log_total
+    arriving = Download(token_ids, chosen, top_ids, top_logits - log_total)
 
     def read() -> list[TokenLogprobs | None]:
         result: list[TokenLogprobs | None] = [None] * len(rows)
-        ids = token_ids.tolist()
-        columns = (chosen.tolist(), top_ids.tolist(), top_values.tolist())
+        ids, *columns = [each.tolist() for each in arriving.wait()]
         for (i, top), (value,), best_ids, best in zip(wanted, *columns, strict=True):
             if ids[i] < 0:
                 continue

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from layline.layers.sampling_rows import FULL_WEIGHT, NO_TOKEN
 from layline.layers.sampling_state import RowState
+from layline.layers.transfer import upload
 
 _ELEMENTS_AT_ONCE = 1 << 22
 """Rows are taken in groups of about this many logits; a group's scratch is some 80 bytes each."""
@@ -66,14 +66,6 @@ def log_total(logits_RV: torch.Tensor) -> torch.Tensor:
     weights_RV = _weigh(logits_RV, peak_R1, torch.ones_like(peak_R1))
     total_R1 = weights_RV.sum(dim=-1, keepdim=True).double() / FULL_WEIGHT
     return peak_R1.double() + total_R1.log()
-
-
-def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A small array as a tensor on ``device``, without waiting for the work queued there."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _draw_group(logits_RV: torch.Tensor, rows: Sequence[RowState]) -> torch.Tensor:

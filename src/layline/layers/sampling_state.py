@@ -97,6 +97,9 @@ class RowState:
         self.num_produced = 0
         self._num_observed = 0
         self.grammar = grammar
+        ends = frozenset((*eos_ids, *params.stop_token_ids))
+        # Where they end the answer whatever else is asked.
+        self._ends = frozenset() if grammar is None else ends
         bias = params.logit_bias or {}
         self._check_known("logit_bias token id", bias)
         self._check_known("stop_token_ids", params.stop_token_ids)
@@ -104,7 +107,7 @@ class RowState:
         self.bias_values: FloatArray = np.fromiter(bias.values(), dtype=np.float32)
         always = tuple(banned_ids)
         self._banned = self._array_of(always)
-        self._banned_early = self._array_of((*always, *eos_ids, *params.stop_token_ids))
+        self._banned_early = self._array_of((*always, *ends))
         self.seen: SeenIds | None = None
         if params.needs_penalties:
             self.seen = SeenIds(prompt_ids if params.needs_repetition else (), valid_vocab)
@@ -123,6 +126,11 @@ class RowState:
         # A checkpoint may declare an end-of-sequence id that its vocabulary lacks.
         known = sorted({int(i) for i in ids if 0 <= i < self.valid_vocab})
         return np.array(known, dtype=np.int64) if known else _NO_IDS
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on the ids of the tokens before it, and not just their number."""
+        return self.seen is not None or self.grammar is not None
 
     def append(self, token_id: int) -> None:
         """Record a generated token: the next draw is for the token after it."""
@@ -148,7 +156,10 @@ class RowState:
         self._num_observed += 1
         if self.seen is not None:
             self.seen.add(token_id)
-        if self.grammar is not None:
+        if token_id in self._ends:
+            # A step that was launched before this was known may still draw: for nobody.
+            self.grammar = None
+        elif self.grammar is not None:
             self.grammar.consume(token_id)
 
     def uniform(self, stream: int = 0) -> float:

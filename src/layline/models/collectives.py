@@ -18,17 +18,33 @@ from layline.models.config import DecoderConfig
 from layline.models.parallel import Shards
 from layline.topology import GroupName
 
+PROMPTS_ONLY = (BatchVariant.SEQUENCE_PARALLEL, BatchVariant.CONTEXT_PARALLEL)
+"""Kinds of batch without decodes."""
+
 
 def compute_collectives(
-    config: DecoderConfig, spec: MeshSpec, kind: BatchKind, kv_dtype: str
+    config: DecoderConfig,
+    spec: MeshSpec,
+    kind: BatchKind,
+    kv_dtype: str,
+    *,
+    overlaps: bool = False,
 ) -> ComputeCollectives:
     """The collectives of the embedding, of each attention and FFN, and of the head.
 
-    Keys and values travel as they are cached, with the scales that ``kv_dtype`` has.
+    Keys and values travel as they are cached, with the scales that ``kv_dtype`` has. Where steps
+    overlap, ranks first take what the step before sampled from the one that draws.
     """
     hidden = config.hidden_size
     shards = Shards(config, spec.topology)
     divided = spec.topology.attn_tp > 1
+    fed: list[Collective] = []
+    if overlaps and kind.variant not in PROMPTS_ONLY:
+        fed = [
+            _compute(CollectiveKind.ALL_GATHER, name, Extent.FED, 1, Element.IDS)
+            for name in (GroupName.ATTN_TP, GroupName.ATTN_CP)
+            if spec.topology.size(name) > 1
+        ]
     entry: list[Collective] = []
     if divided and not enters_partial(spec, kind):
         # Each rank looks up the ids whose rows of the table it holds.
@@ -66,7 +82,9 @@ def compute_collectives(
                 Element.SCORES,
             )
         )
-    return ComputeCollectives(hidden, tuple(entry), (*gathers, *context), gathers, tuple(head))
+    return ComputeCollectives(
+        hidden, tuple(fed), tuple(entry), (*gathers, *context), gathers, tuple(head)
+    )
 
 
 def _compute(

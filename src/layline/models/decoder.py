@@ -15,7 +15,6 @@ from layline.boundary.layout import BatchVariant
 from layline.boundary.mesh import Mesh
 from layline.boundary.residual import batch as residual_batch
 from layline.kernels.rope import rotate_heads_
-from layline.kernels.silu_mul import silu_mul
 from layline.layers.attention import AttentionBackend
 from layline.layers.embedding import Embedding
 from layline.layers.forward_batch import ForwardBatch
@@ -172,6 +171,8 @@ class GatedMLP:
         self.gate_up_proj = loader.linear(
             {f"{prefix}.gate_proj": up, f"{prefix}.up_proj": up}, bias=config.mlp_bias
         )
+        first, stop = shards.intermediate
+        self._gated = loader.gated_product(stop - first)
         self._group = None
         if mesh.topology.dense_tp != 1:
             self._group = compute_group(mesh, GroupName.TP)
@@ -188,19 +189,19 @@ class GatedMLP:
         if self._output_dtype is not None:
             return self._on_mesh(hidden_states, forward_batch).to(self._output_dtype)
         phase = forward_batch.phase
-        return self.down_proj(silu_mul(self.gate_up_proj(hidden_states, phase)), phase)
+        return self.down_proj(self._gated(self.gate_up_proj(hidden_states, phase)), phase)
 
     def _on_mesh(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         if self._group is None:
             phase = forward_batch.phase
-            return self.down_proj(silu_mul(self.gate_up_proj(hidden_states, phase)), phase)
+            return self.down_proj(self._gated(self.gate_up_proj(hidden_states, phase)), phase)
         assert isinstance(self.down_proj, RowParallelLinear)
         phase = forward_batch.ffn_phase or forward_batch.phase
         sliced = sliced_rows(forward_batch)
         if sliced is None:
-            return self.down_proj(silu_mul(self.gate_up_proj(hidden_states, phase)), phase)
+            return self.down_proj(self._gated(self.gate_up_proj(hidden_states, phase)), phase)
         gathered = gather_shards(hidden_states, sliced, self._group)
-        part = self.down_proj.partial(silu_mul(self.gate_up_proj(gathered, phase)), phase)
+        part = self.down_proj.partial(self._gated(self.gate_up_proj(gathered, phase)), phase)
         return scatter_shards(part, sliced, self._group)
 
 

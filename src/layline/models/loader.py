@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from layline.comm.groups import Group
-from layline.errors import TensorError
+from layline.errors import TensorError, UsageError
 from layline.kernels.native.library import native_kernels
 from layline.kernels.native.pack import pack_native
 from layline.kernels.packed_matmul import (
@@ -26,13 +27,16 @@ from layline.kernels.packed_matmul import (
     pack_int8,
     quantise_rows,
 )
+from layline.kernels.silu_mul import silu_mul, undivided_silu_mul
 from layline.layers.arena import WeightArena
 from layline.layers.embedding import Embedding
+from layline.layers.invariance import RowClaims, RowFunction, rotation_of_rows
 from layline.layers.linear import Linear, PackedWeight
 from layline.layers.norm import RMSNorm
 from layline.layers.parallel import RowParallelLinear
 from layline.layers.rope import RotaryTable
 from layline.layers.rope_config import RopeConfig
+from layline.layers.spans import Phase
 from layline.models.stack import LayerRange
 from layline.weights.checkpoint import Checkpoint, Region
 from layline.weights.quantized import FOUR_BIT, QuantizedTensor, on_blocks, supported_encodings
@@ -46,12 +50,16 @@ PACK_ROWS = 4096  # Rows expanded at a time while packing, so that temporaries s
 
 @dataclass(frozen=True, kw_only=True)
 class LoadTarget:
-    """Where and how weights are held. ``packed`` keeps quantised matrices quantised for decode."""
+    """Where and how weights are held. ``packed`` keeps quantised matrices quantised for decode.
+
+    With ``batch_invariant`` each row is computed alike in every batch and phase.
+    """
 
     device: torch.device
     dtype: torch.dtype
     packed: bool
     max_position: int
+    batch_invariant: bool = False
 
     @property
     def residual_dtype(self) -> torch.dtype:
@@ -82,7 +90,13 @@ class ModelLoader:
         self._makes_weights = checkpoint.kind == "random"
         self._used: set[str] = set()
         if target.packed:
-            native_kernels()  # Compiles where it must, before threads ask for them.
+            kernels = native_kernels()  # Compiles where it must, before threads ask for them.
+            if target.batch_invariant and kernels.library is None:
+                raise UsageError(
+                    "batch_invariant needs the native kernels for quantised matrices, which do not "
+                    f"run here: {kernels.reason}; expected a dtype other than auto"
+                )
+        self._claims = RowClaims()
         # Decode streams packed weights only; apart from the others they are dense in memory.
         self._arena = WeightArena(target.device)
         self._packed_arena = WeightArena(target.device)
@@ -94,7 +108,16 @@ class ModelLoader:
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """An RMS norm over ``size`` features."""
-        return RMSNorm(self._plain(f"{name}.weight", Region((size,))), eps)
+        norm = RMSNorm(self._plain(f"{name}.weight", Region((size,))), eps)
+        self._claims.elementwise(f"norm of {size}", norm, size)
+        return norm
+
+    def gated_product(self, size: int) -> RowFunction:
+        """``silu(gate) * up`` of [tokens, 2 x size]."""
+        if not self._target.batch_invariant:
+            return silu_mul
+        self._claims.elementwise(f"SwiGLU of {size}", undivided_silu_mul, 2 * size)
+        return undivided_silu_mul
 
     def linear(
         self,
@@ -123,7 +146,7 @@ class ModelLoader:
                 self._checkpoint.release(name)
         merged_bias = self._bias(parts, adds_bias) if bias else None
         keeps = keeps_accumulator or weight is None
-        return Linear(weight, merged_bias, packed, keeps_accumulator=keeps)
+        return self._claimed(weight, merged_bias, packed, keeps)
 
     def row_parallel(
         self,
@@ -173,6 +196,7 @@ class ModelLoader:
         if ROPE_FACTORS in self._infos:
             factors = torch.empty(head_dim // 2)
             self._read_into(ROPE_FACTORS, factors, Region((head_dim // 2,)))
+        self._claims.elementwise(f"rotation of {head_dim}", *rotation_of_rows(3, head_dim))
         return RotaryTable(
             rope,
             head_dim,
@@ -205,9 +229,10 @@ class ModelLoader:
             torch.set_num_threads(threads)
 
     def finish(self, part: LayerRange | None = None) -> None:
-        """Raise TensorError if the file holds tensors that no layer asked for.
+        """The last call: raise TensorError if the file holds tensors that no layer asked for.
 
         Those that belong to other stages of a pipeline than ``part`` are theirs to ask for.
+        What batch-invariant layers are built on is tried out; see RowClaims.check.
         """
         extra = sorted(
             name
@@ -223,6 +248,8 @@ class ModelLoader:
                 f"{info.file}: unexpected tensor {extra[0]!r} of shape {list(info.shape)}{more}; "
                 "the configuration has no place for it"
             )
+        if self._target.batch_invariant:
+            self._claims.check(self._target.dtype, self._target.device)
 
     def _plain(self, name: str, region: Region, num_rows: int | None = None) -> torch.Tensor:
         """The region's values in the run's dtype, with zero rows after them up to ``num_rows``."""
@@ -299,7 +326,22 @@ class ModelLoader:
     def _head_on(self, table: torch.Tensor | QuantizedTensor) -> Linear:
         if isinstance(table, QuantizedTensor):
             return Linear(None, None, pack([table], self._packed_arena), keeps_accumulator=True)
-        return Linear(table)
+        return self._claimed(table, None, None, False)
+
+    def _claimed(
+        self,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        packed: PackedWeight | None,
+        keeps_accumulator: bool,
+    ) -> Linear:
+        tiled = self._target.batch_invariant and packed is None
+        linear = Linear(weight, bias, packed, keeps_accumulator=keeps_accumulator, tiled=tiled)
+        if weight is not None and packed is None:
+            rows, columns = weight.shape
+            name = f"product with a matrix of {rows} x {columns}"
+            self._claims.matmul(name, partial(linear, phase=Phase.PREFILL), columns)
+        return linear
 
 
 def pack(matrices: Sequence[QuantizedTensor], arena: WeightArena) -> PackedWeight:

@@ -87,7 +87,7 @@ class EmbeddingAnswer:
                 prompt_ids=ids,
                 params=SamplingParams(),
                 priority=self._body.priority or 0,
-                cache_salt=self._body.cache_salt or "",
+                cache_salt=self._account.tenant + (self._body.cache_salt or ""),
                 embeds=True,
             )
             for ids in prompts

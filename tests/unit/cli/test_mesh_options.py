@@ -73,6 +73,7 @@ def test_keywords_in_messages_become_flags(message: str, shown: str) -> None:
         (["--tp", "2", "--attn-dp", "3"], ["--attn-dp 3", "--tp 2", "1, 2"]),
         (["--tp", "3", "--ep", "3"], ["ep 3", "LlamaForCausalLM", "experts"]),
         (["--sequence-parallel"], ["--sequence-parallel", "--tp 1"]),
+        (["--tp", "3", "--batch-invariant"], ["--batch-invariant", "--tp 3", "expected --tp 2"]),
         (["--tp", "3", "--attn-cp", "3", "--input-scattered"], ["--input-scattered", "--attn-cp"]),
     ],
 )

@@ -116,14 +116,31 @@ def test_totals_of_a_step_count_what_the_lines_hold(folder: Any) -> None:
         for one in line.collectives:
             key = (one.group.name, one.in_compute)
             by_hand[key] = by_hand.get(key, 0) + times
-    # The embedding, its sum and the head; a scatter and a gather into each FFN; two sums back, and
-    # the last one in compute.
+    # Sampled ids, the embedding and the head; a scatter and a gather into each FFN; two sums back,
+    # and the last one in compute.
     assert by_hand == {
-        ("ATTN_TP", True): 2,
+        ("ATTN_TP", True): 3,
         ("ATTN_TP", False): 3,
         ("TP", False): 3 + 2,
         ("TP", True): 1,
     }
+
+
+def test_sampled_ids_are_exchanged_where_steps_overlap(folder: Any) -> None:
+    """From the rank that draws to the others of its attention DP rank."""
+
+    def lines(variant: str = "ordinary", **flags: Any) -> list[str]:
+        plan = open_plan(folder(), flags, variant)
+        found = [line for line in plan.lines if line.name == "sampled ids"]
+        return [str(one.group.name) for line in found for one in line.collectives]
+
+    assert lines(tp=4, attn_cp=2) == ["ATTN_TP", "ATTN_CP"]
+    assert lines(tp=4, attn_cp=4) == ["ATTN_CP"]
+    assert lines(tp=2, input_scattered=True, variant="input-scattered") == ["ATTN_TP"]
+    assert lines(tp=4, attn_dp=4) == lines() == []
+    assert lines(tp=4, overlap=False) == []
+    # Prompts are known.
+    assert lines(tp=4, attn_cp=2, variant="context-parallel") == []
 
 
 READ = """

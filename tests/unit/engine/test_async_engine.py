@@ -284,17 +284,17 @@ def failing(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception, armed: threading.Event
 ) -> None:
     """Have the third step after ``armed`` is set fail, and every later one."""
-    execute = type(llm._executor).execute
+    launch = type(llm._executor).launch
     steps = 0
 
-    def execute_some(self: Any, *arguments: Any) -> Any:
+    def launch_some(self: Any, *arguments: Any) -> Any:
         nonlocal steps
         steps += armed.is_set()
         if steps > 2:
             raise error
-        return execute(self, *arguments)
+        return launch(self, *arguments)
 
-    monkeypatch.setattr(type(llm._executor), "execute", execute_some)
+    monkeypatch.setattr(type(llm._executor), "launch", launch_some)
 
 
 @pytest.mark.parametrize("error", [RunError("rank 1 is gone"), ValueError("a bug")])

@@ -43,6 +43,7 @@ def mesh(attn_dp: int, budget: int = 16, **rules: Any) -> MeshScheduler:
 def advance(it: MeshScheduler) -> MeshPlan:
     plan = it.next_step()
     assert plan is not None
+    it.begin(plan)
     it.complete(plan)
     for part in plan.sampling:
         for request in part:

@@ -58,9 +58,10 @@ def random_prompt(draw: random.Random) -> list[int]:
     return prompt
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("shares", [True, False])
 def test_hundreds_of_requests_with_cancels_and_failed_steps(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+    directory: Path, monkeypatch: pytest.MonkeyPatch, shares: bool, overlap: bool
 ) -> None:
     llm = LLM(
         str(directory),
@@ -69,16 +70,17 @@ def test_hundreds_of_requests_with_cancels_and_failed_steps(
         prefill_tokens=24,
         kv_memory=memory_of(directory, 10),
         prefix_cache=shares,
+        overlap=overlap,
     )
     engine = llm._engine
     draw = random.Random(4)
     executor: Any = engine._executor
     run = executor._runner.run
 
-    def failing(step: Any) -> Any:
+    def failing(*step: Any) -> Any:
         if draw.random() < 0.05:
             raise RunError("planted")
-        return run(step)
+        return run(*step)
 
     monkeypatch.setattr(executor._runner, "run", failing)
     made: list[Request] = []
@@ -107,6 +109,7 @@ def test_hundreds_of_requests_with_cancels_and_failed_steps(
     accounted(llm)
     stats = engine.stats()
     assert failures > 10
+    assert (engine.num_ahead > 100) == overlap
     assert stats.preemptions > 10
     assert (stats.prefix_hits > 500) == shares
     ended = [request for request in made if request.finish_reason is FinishReason.LENGTH]
@@ -141,9 +144,11 @@ def test_a_text_that_fails_ends_its_own_request_only(
 
 def test_what_can_never_fit_is_refused_and_leaves_nothing(directory: Path) -> None:
     from layline.engine.balance import MeshScheduler
+    from layline.engine.core import Engine
 
     llm = LLM(str(directory), threads=1)
-    llm._engine._scheduler = MeshScheduler.of(llm.engine_config, 3)
+    scheduler = MeshScheduler.of(llm.engine_config, 3)
+    llm._engine = Engine(llm._model, scheduler, llm._executor)
     with pytest.raises(PromptError, match=r"has 40 tokens .* grow to 52, but the cache holds 32"):
         llm.generate([TREE], GREEDY)
     accounted(llm)

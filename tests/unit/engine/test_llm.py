@@ -380,6 +380,8 @@ def test_flags_are_checked(directory: Path) -> None:
     for device in (0, "cuda:01", "gpu"):
         with pytest.raises(UsageError, match=r"device .* is not one of cpu, cuda"):
             LLM(str(directory), device=device)
+    with pytest.raises(UsageError, match="overlap 1 must be True, False or None"):
+        LLM(str(directory), overlap=1)
     with pytest.raises(UsageError, match="seed 'x' must be an integer"):
         LLM(str(directory), seed="x")
     with pytest.raises(ModelNotFoundError):

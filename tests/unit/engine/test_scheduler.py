@@ -10,7 +10,8 @@ import pytest
 from layline.engine.blocks import BlockPool
 from layline.engine.prefix import PrefixCache
 from layline.engine.request import Request
-from layline.engine.scheduler import REPLAYED_ROWS, Scheduler, StepPlan
+from layline.engine.scheduler import REPLAYED_ROWS, Scheduler
+from layline.engine.step_plan import StepPlan
 from layline.engine.waiting import MAX_OVERTAKEN
 from layline.errors import PromptError
 from layline.layers.spans import MixedPhase, Phase
@@ -41,6 +42,7 @@ def advance(it: Scheduler, phase: Phase | None = None, limit: int | None = None)
     """One step, its tokens, and the end of requests that have all of theirs."""
     plan = it.next_step(limit) if phase is None else it.next_phase(phase, limit)
     assert plan is not None
+    it.begin(plan)
     it.complete(plan)
     for entry in plan.entries:
         if entry.samples:

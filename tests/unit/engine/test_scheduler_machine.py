@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from layline.engine.scheduler import Scheduler
 from layline.engine.speculation.draft import DraftProposer
 from layline.engine.speculation.speculation import Speculation
 from layline.engine.speculation.verify import is_verified
+from layline.engine.step_plan import StepPlan, sampled_row
 from layline.errors import PromptError
 from support.fake_drafts import CheckedDraftModel, Guesses, known_tokens
 from support.fake_requests import fake_request
@@ -45,16 +46,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         ranks=st.integers(1, 2),
         shares=st.booleans(),
         mixes=st.booleans(),
+        ahead=st.integers(1, 2),
         proposes=st.sampled_from(["nobody", "guesses", "draft model"]),
     )
     def start(
         self,
+        *,
         blocks: int,
         running: int,
         budget: int,
         ranks: int,
         shares: bool,
         mixes: bool,
+        ahead: int,
         proposes: str,
     ) -> None:
         self.pools = [
@@ -66,8 +70,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         self.mesh = MeshScheduler(parts, StepRules(quantised_all_reduce=not mixes))
         self.running, self.budget, self.mixes = running, budget, mixes
+        # Steps under way, the oldest first, each with what it will say; and how many there may be.
+        self.flights: deque[tuple[MeshPlan, list[list[int]]]] = deque()
+        self.ahead = ahead
         self.live: dict[int, Request] = {}
+        # By request, the tokens that were drawn for it, known to the host or not.
+        self.drawn: dict[int, list[int]] = {}
+        self.stopping: set[int] = set()
         self.speculation = self.speculate(proposes, ranks)
+        if self.speculation is not None:
+            self.ahead = 1  # Guessing needs the tokens.
         # By DP rank and slot: the tokens and the salt on which its keys and values depend.
         self.cache: list[dict[int, tuple[str, tuple[int, ...]]]] = [{} for _ in range(ranks)]
 
@@ -88,13 +100,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         most=st.integers(1, 20),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "", "a"]),
+        stops=st.booleans(),
     )
-    def submit(self, prompt: list[int], most: int, priority: int, salt: str) -> Request:
+    def submit(
+        self, prompt: list[int], most: int, priority: int, salt: str, stops: bool
+    ) -> Request:
         request = fake_request(prompt, most, priority=priority, salt=salt)
         fits = -(-(len(prompt) + most - 1) // BLOCK) <= self.pools[0].capacity
         if fits:
             self.mesh.add(request)
             self.live[request.request_id] = request
+            self.drawn[request.request_id] = []
+            if stops:
+                self.stopping.add(request.request_id)
         else:
             with pytest.raises(PromptError, match="but the cache holds"):
                 self.mesh.add(request)
@@ -112,43 +130,104 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.step()
 
     @rule()
-    def failed_step(self) -> None:
-        """A step that is planned and not completed can be followed by anything."""
-        if self.speculation is not None:
-            self.speculation.propose()
+    def step_that_was_not_launched(self) -> None:
+        """A step that is planned and not begun can be followed by anything."""
+        self.propose()
         self.mesh.next_step()
 
+    @rule()
+    def launch(self) -> None:
+        """Steps under way while others come and go."""
+        while len(self.flights) < self.ahead and self.launch_one():
+            pass
+
+    @rule()
+    def failed_steps(self) -> None:
+        """Steps that gave no tokens are as if they had not begun."""
+        while self.flights:
+            plan, _ = self.flights.pop()
+            self.mesh.cancel(plan)
+        for request in self.live.values():
+            assert request.num_pending == 0
+            self.drawn[request.request_id] = list(request.output_ids)
+
     def step(self) -> None:
-        ready = [(r, r.num_preempted) for r in self.live.values() if r.blocks and r.is_prefilled]
-        if self.speculation is not None:
-            lost = self.mesh.stats.preemptions
-            self.speculation.propose()
-            assert self.mesh.stats.preemptions == lost, "somebody is preempted for drafts"
-        plan = self.mesh.next_step()
-        assert (plan is None) == (not self.live), "work that no step takes up"
-        if plan is None:
+        self.launch()
+        assert self.flights or not self.live, "work that no step takes up"
+        if not self.flights:
             return
-        self.check(plan, ready)
+        plan, tokens = self.flights.popleft()
         self.mesh.complete(plan)
         drafted: Counter[Request] = Counter()
         accepted: Counter[Request] = Counter()
-        for entry in [entry for part in plan.sampled for entry in part]:
-            request = entry.request
-            drafted[request] += entry.ahead > 0
-            if request.request_id not in self.live or not is_verified(entry):
-                continue
-            accepted[request] += entry.ahead > 0
-            known = known_tokens(request)
-            request.output_ids.append(next_token(known))
-            assert len(request.output_ids) <= request.most_tokens
-            if len(request.output_ids) == request.most_tokens:
-                del self.live[request.request_id]
+        for entries, ids in zip(plan.sampled, tokens, strict=True):
+            for entry, token_id in zip(entries, ids, strict=True):
+                request = entry.request
+                drafted[request] += entry.ahead > 0
+                if request.request_id in self.live and is_verified(entry):
+                    accepted[request] += entry.ahead > 0
+                    self.take(request, token_id)
         for request, count in drafted.items():
             if count and self.speculation is not None:
                 self.speculation.settle(request, count, accepted[request])
             request.drafts = ()
             if request.request_id not in self.live:
                 self.mesh.remove(request)
+
+    def take(self, request: Request, token_id: int) -> None:
+        """Give a request one token; it ends with its last, or at will."""
+        drawn = self.drawn[request.request_id]
+        if len(drawn) == len(request.output_ids):
+            drawn.append(token_id)  # That of a draft's row.
+        request.output_ids.append(token_id)
+        assert drawn[: len(request.output_ids)] == request.output_ids
+        assert token_id == next_token(known_tokens(request)[:-1])
+        ends = token_id == 2 and request.request_id in self.stopping
+        if ends or len(request.output_ids) == request.most_tokens:
+            del self.live[request.request_id]
+
+    def propose(self) -> None:
+        if self.speculation is not None and not self.flights:
+            lost = self.mesh.stats.preemptions
+            self.speculation.propose()
+            assert self.mesh.stats.preemptions == lost, "somebody is preempted for drafts"
+
+    def launch_one(self) -> bool:
+        ready = [
+            (r, r.num_preempted)
+            for r in self.live.values()
+            if r.blocks and r.is_prefilled and not r.must_end
+        ]
+        self.propose()
+        plan = self.mesh.next_step()
+        if plan is None:
+            return False
+        self.check(plan, ready)
+        rows = plan.rows()
+        self.mesh.begin(plan)
+        tokens: list[list[int]] = []
+        for entries, asked in zip(plan.sampled, rows, strict=True):
+            tokens.append([])
+            for entry, row in zip(entries, asked, strict=True):
+                request, drafts = entry.request, entry.request.drafts[: entry.ahead]
+                drawn = self.drawn[request.request_id]
+                if entry.ahead:
+                    known = (*request.prompt_ids, *request.output_ids, *drafts)
+                else:
+                    known = (*request.prompt_ids, *drawn)
+                assert row.request_id == request.request_id
+                assert (row.index, row.ahead) == (len(known) - len(request.prompt_ids), entry.ahead)
+                tokens[-1].append(next_token(known))
+                if not entry.ahead:
+                    drawn.append(tokens[-1][-1])
+                    assert len(drawn) <= request.most_tokens
+        self.flights.append((plan, tokens))
+        return True
+
+    def fed(self, part: StepPlan, rank: int) -> tuple[int, ...]:
+        """The ids of the rows as a device has them."""
+        before = self.flights[-1][1][rank] if self.flights else []
+        return tuple([i if i >= 0 else before[sampled_row(i)] for i in part.token_ids])
 
     def check(self, plan: MeshPlan, ready: list[tuple[Request, int]]) -> None:
         for rank, (part, cache) in enumerate(zip(plan.parts, self.cache, strict=True)):
@@ -168,13 +247,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert part.num_decode in (0, len(part.token_ids))
             written: Counter[int] = Counter()
-            row = 0
+            row, token_ids = 0, self.fed(part, rank)
             for number, entry in enumerate(part.entries):
                 request, span = entry.request, entry.span
                 assert request.request_id in self.live
-                known = (*known_tokens(request), *request.drafts[: entry.ahead])
+                drawn = self.drawn[request.request_id]
+                known = (*request.prompt_ids, *drawn, *request.drafts[: entry.ahead])
                 stop = row + span.count
-                assert part.token_ids[row:stop] == known[span.start : span.length]
+                assert token_ids[row:stop] == known[span.start : span.length]
                 row = stop
                 prefills = number >= part.num_decode
                 assert prefills == (span.start < len(request.prompt_ids))
@@ -189,7 +269,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for position in range(span.start):
                     slot = span.blocks[position // BLOCK] * BLOCK + position % BLOCK
                     assert cache[slot] == (request.cache_salt, known[: position + 1])
-            assert row == len(part.token_ids)
+            assert row == len(token_ids)
             assert all(count == 1 for count in written.values()), "two rows write one slot"
 
     @invariant()
@@ -227,6 +307,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for token in request.output_ids:
                 assert token == next_token(known)
                 known = (*known, token)
+            whole = len(request.output_ids) == request.most_tokens
+            assert whole or (request.request_id in self.stopping and known[-1] == 2)
         assert all(pool.num_available == pool.capacity for pool in self.pools)
 
 

@@ -41,9 +41,11 @@ QUICK = Limits(silence=1.6, starting=20.0, stopping=1.0)
 class Run:
     """An executor over fake ranks, and their processes."""
 
-    def __init__(self, *behaviours: str, limits: Limits = QUICK, attn_dp: int = 1) -> None:
+    def __init__(
+        self, *behaviours: str, limits: Limits = QUICK, topology: Topology | None = None
+    ) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        topology = Topology(tp=len(behaviours), attn_dp=attn_dp)
+        topology = topology or Topology(tp=len(behaviours))
 
         def open_ranks() -> Iterator[RankLink]:
             for rank, behaviour in enumerate(behaviours):
@@ -100,6 +102,59 @@ def test_ranks_answer_and_end_when_told(run: Callable[..., Run]) -> None:
         it.executor.execute(*a_step())
     it.executor.release(0, 0)
     it.executor.close()
+
+
+def test_steps_are_sent_ahead_and_their_answers_kept_apart(run: Callable[..., Run]) -> None:
+    """Two leaders: one may be steps ahead of the other."""
+    it = run("good", "slow", topology=Topology(tp=2, attn_dp=2)).start()
+    part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
+    step = ordinary_step((part, part), 1, DpPadding.MAX_LEN)
+    rows = [[SampleRow(0, 1)], [SampleRow(1, 1)]]
+    first = it.executor.launch(step, rows, None)
+    second = it.executor.launch(step, rows, first)
+    # What is asked in between loses none of them.
+    assert it.executor.memory().worker_peaks == (100, 101)
+    third = it.executor.launch(step, rows, second)
+    for number, launched in ((1, first), (2, second), (3, third)):
+        # Every fake rank answers for all rows.
+        tokens = it.executor.collect(launched)
+        assert tokens == [[(number, None), (number, None)]] * 2
+    # Steps that nobody asks for are forgotten with the next that somebody does.
+    dropped = it.executor.launch(step, rows, third)
+    assert it.executor.execute(step, rows).tokens == [[(5, None), (5, None)]] * 2
+    assert dropped != third
+    assert it.executor.execute(step, rows).tokens == [[(6, None), (6, None)]] * 2
+    assert len(it.supervisor._steps) == 1
+
+
+def test_an_interrupted_wait_keeps_what_has_come(run: Callable[..., Run]) -> None:
+    it = run("good", "slow", topology=Topology(tp=2, attn_dp=2)).start()
+    part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
+    step = ordinary_step((part, part), 1, DpPadding.MAX_LEN)
+    rows = [[SampleRow(0, 1)], [SampleRow(1, 1)]]
+    launched = it.executor.launch(step, rows, None)
+    inbox: Any = it.supervisor._inbox
+
+    class Interrupted:
+        """The quick rank's answer, and then somebody presses Ctrl-C."""
+
+        calls = 0
+
+        def put(self, item: Any) -> None:
+            inbox.put(item)
+
+        def get(self) -> Any:
+            self.calls += 1
+            if self.calls == 2:
+                raise KeyboardInterrupt
+            return inbox.get()
+
+    waiting: Any = it.supervisor
+    waiting._inbox = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        it.executor.collect(launched)
+    waiting._inbox = inbox
+    assert it.executor.collect(launched) == [[(1, None), (1, None)]] * 2
 
 
 def step_until_it_fails(it: Run) -> None:
@@ -204,7 +259,7 @@ def test_the_first_to_end_is_the_cause(run: Callable[..., Run]) -> None:
 def test_a_failure_can_be_awaited_once(run: Callable[..., Run]) -> None:
     it = run("die", "hang").start()
     assert not it.supervisor.await_failure(0.1)
-    it.supervisor.post(wire.Step(1, [], "", [], "", [], {}, []))
+    it.supervisor.post(wire.Step(1, 0, [], "", [], "", [], {}, []))
     with pytest.raises(RunError, match=r"^rank 0 .* ended unexpectedly"):
         it.supervisor.await_failure(5.0)
     assert it.supervisor.await_failure(5.0), "it has been told"

@@ -44,18 +44,18 @@ def llm(checkpoint: tuple[Path, Any]) -> LLM:
     """A model whose answers take some seconds and never end: a person watches this page."""
     found = LLM(str(checkpoint[0]), threads=1, max_model_len=4096)
     executor: Any = found._executor
-    execute = executor.execute
+    collect = executor.collect
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.005)
-        result = execute(*arguments)
+        result = collect(*arguments)
         # Sampling finds the end of a sequence sooner or later.
         tokens = [
             [(3 if one == 2 else one, logprobs) for one, logprobs in part] for part in result.tokens
         ]
         return replace(result, tokens=tokens)
 
-    executor.execute = slowly
+    executor.collect = slowly
     return found
 
 

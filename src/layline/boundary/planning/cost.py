@@ -32,20 +32,22 @@ class Extent(Enum):
     CONTEXT = "rows of all CP ranks, padded"
     SAMPLED = "sampled rows"
     SCORES = "sampled rows of each rank"
+    FED = "rows of each rank that the step before samples for"
 
 
 class Element(Enum):
     """What type the values of a collective have.
 
     SUMMED is that of stages' outputs and of the residual, RUN that of weights and of a norm alone,
-    SCORES that of the head, CACHED that of keys and values. INPUT stands for whichever of them a
-    compute input arrives in.
+    SCORES that of the head, CACHED that of keys and values, IDS that of token ids. INPUT stands for
+    whichever of them a compute input arrives in.
     """
 
     SUMMED = "summed"
     RUN = "run"
     SCORES = "scores"
     CACHED = "cached"
+    IDS = "ids"
     INPUT = "input"
 
 
@@ -57,6 +59,7 @@ class ElementSizes:
     run: int
     scores: int
     cached: int
+    ids: int = 8
 
     def of(self, element: Element) -> int:
         """Bytes of one value."""
@@ -96,21 +99,28 @@ class RankStep:
     """The numbers of one step that one rank's collectives depend on.
 
     ``width`` is how many rows each CP rank pads its keys and values to, ``sampled`` how many rows
-    are scored on this attention DP rank.
+    are scored on this attention DP rank, ``fed`` how many are fed what the step before sampled.
     """
 
     topology: Topology
     rows: RankRows
     width: int
     sampled: int
+    fed: int = 0
 
     @classmethod
     def of(
-        cls, step: StepRows, topology: Topology, sampled: int, *, prefill: bool = False
+        cls,
+        step: StepRows,
+        topology: Topology,
+        sampled: int,
+        *,
+        prefill: bool = False,
+        fed: int = 0,
     ) -> RankStep:
         """The numbers of the rank that ``topology`` stands on; see RankRows for ``prefill``."""
         width = max(step.counts[topology.coordinates.attn_dp])
-        return cls(topology, rank_rows(step, topology, prefill=prefill), width, sampled)
+        return cls(topology, rank_rows(step, topology, prefill=prefill), width, sampled, fed)
 
     def num_rows(self, collective: Collective) -> int:
         """Rows of the collective's larger side."""
@@ -122,6 +132,7 @@ class RankStep:
             Extent.CONTEXT: self.width * topology.attn_cp,
             Extent.SAMPLED: self.sampled,
             Extent.SCORES: self.sampled * topology.size(collective.group),
+            Extent.FED: self.fed * topology.size(collective.group),
         }[collective.extent]
 
 
@@ -154,8 +165,10 @@ def _extent(op: Op, topology: Topology) -> Extent:
 def per_token(
     collective: Collective, ground: Ground, sizes: ElementSizes, *, prefill: bool = False
 ) -> Bytes:
-    """Bytes for each token of a step whose slots are equally full; for SAMPLED and SCORES, for each
-    sampled row of the rank. ``prefill`` tells that every DP rank with rows prefills.
+    """Bytes for each token of a step whose slots are equally full.
+
+    For SAMPLED and SCORES they are for each sampled row of the rank, for FED for each fed one.
+    ``prefill`` tells that every DP rank with rows prefills.
     """
     topology = ground.topology
     rows = {
@@ -165,6 +178,7 @@ def per_token(
         Extent.CONTEXT: Fraction(1, topology.attn_dp),
         Extent.SAMPLED: Fraction(1),
         Extent.SCORES: Fraction(topology.size(collective.group)),
+        Extent.FED: Fraction(topology.size(collective.group)),
     }[collective.extent]
     ranks = topology.size(collective.group)
     kind, payload = collective.kind, collective.columns * sizes.of(collective.element) * rows

@@ -30,6 +30,7 @@ class ComputeCollectives:
     """Collectives that a model's compute runs besides the sums that boundaries plan."""
 
     hidden_size: int
+    fed: tuple[Collective, ...] = ()
     entry: tuple[Collective, ...] = ()
     attention: tuple[Collective, ...] = ()
     ffn: tuple[Collective, ...] = ()
@@ -93,6 +94,7 @@ def _pieces(
 ) -> Iterator[Line]:
     writer = _Writer(ground, compute)
     known: dict[tuple[object, ...], list[Line]] = {}
+    yield from writer.compute_line("sampled ids", ground.attention, compute.fed)
     yield from writer.compute_line("embedding", ground.attention, compute.entry)
     for crossing in walk(plans, ground, partial_entry=enters_partial(ground.spec, ground.kind)):
         # Deep stacks repeat a few boundaries.

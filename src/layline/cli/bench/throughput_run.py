@@ -18,7 +18,7 @@ from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
 from layline.engine.balance import PREFILL_BESIDE_DECODES, MeshScheduler, SampleRow
 from layline.engine.core import Engine
-from layline.engine.executor import Executor, MemoryUse, RowSpec
+from layline.engine.executor import Executor, Launched, MemoryUse, RowSpec
 from layline.engine.facts import ServedModel
 from layline.engine.launch import launch
 from layline.engine.outcome import StepResult
@@ -101,12 +101,25 @@ class TimedExecutor:
         """See Executor."""
         self._executor.release(request_id, attn_dp)
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
         """See Executor."""
         begin = perf_counter()
-        result = self._executor.execute(step, rows)
+        launched = self._executor.launch(step, rows, before)
+        self.seconds += perf_counter() - begin
+        return launched
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """See Executor."""
+        begin = perf_counter()
+        result = self._executor.collect(launched)
         self.seconds += perf_counter() - begin
         return result
+
+    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor."""
+        return self.collect(self.launch(step, rows, None))
 
     def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""

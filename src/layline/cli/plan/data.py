@@ -12,6 +12,12 @@ from layline.engine.planned import ModelPlan, example_steps, totals
 
 GATHERED = CollectiveKind.ALL_GATHER
 """What a quantised sum is in prefill."""
+PER_ROW = {
+    Extent.SAMPLED: "scored row",
+    Extent.SCORES: "scored row",
+    Extent.FED: "fed row",
+}
+"""What bytes are for, where not for each token."""
 
 
 def as_data(plan: ModelPlan) -> dict[str, Any]:
@@ -108,7 +114,7 @@ def line_data(plan: ModelPlan, line: Line, times: int) -> dict[str, Any]:
     """One line; ``bytes`` is for each token and rank."""
     total = Bytes()
     for one in line.collectives:
-        if one.extent not in (Extent.SAMPLED, Extent.SCORES):
+        if one.extent not in PER_ROW:
             total += per_token(one, plan.ground, plan.sizes)
     return {
         "name": line.name,
@@ -126,21 +132,20 @@ def line_data(plan: ModelPlan, line: Line, times: int) -> dict[str, Any]:
 
 
 def step_data(plan: ModelPlan, step: Step) -> dict[str, Any]:
-    """One operation; a collective has bytes for each token, or for each scored row.
+    """One operation; a collective has bytes for each token, or for each scored or fed row.
 
     A quantised sum has those of its gather ``in_prefill`` beside those of a decoding step.
     """
     one = step.collective
     if one is None:
         return {"operation": step.text}
-    scored = one.extent in (Extent.SAMPLED, Extent.SCORES)
     data: dict[str, Any] = {
         "operation": step.text,
         "collective": one.kind.value,
         "group": one.group.name,
         "ranks": plan.spec.topology.size(one.group),
         "columns": one.columns,
-        "per": "scored row" if scored else "token",
+        "per": PER_ROW.get(one.extent, "token"),
         **bytes_data(per_token(one, plan.ground, plan.sizes)),
     }
     if one.quantised:

@@ -15,6 +15,8 @@ HEADINGS = (
     *("payload", "wire", "residual"),
 )
 RIGHT = frozenset({1, 6, 7})
+MARKS = {"scored row": "*", "fed row": "+"}
+"""Behind bytes that are not for each token."""
 Row = tuple[str, ...]
 
 
@@ -74,13 +76,13 @@ def rows_of(lines: Sequence[dict[str, Any]]) -> list[Row]:
             head = first if index == 0 else ("",) * len(first)
             text = step["operation"]
             columns = (text, "") if is_early else ("" if index else "-", text)
-            scored = "*" if step.get("per") == "scored row" else ""
+            mark = MARKS.get(step.get("per"), "")
             rows.append(
                 (
                     *head,
                     *columns,
-                    number(step.get("payload_bytes"), scored),
-                    number(step.get("wire_bytes"), scored),
+                    number(step.get("payload_bytes"), mark),
+                    number(step.get("wire_bytes"), mark),
                     residual if index == 0 else "",
                 )
             )
@@ -128,7 +130,10 @@ def notes(data: dict[str, Any]) -> str:
         f"Rows {legend}. Payload and wire: bytes per token of the step and rank, slots equally "
         f"full; outputs and the residual have {size} bytes a value."
     )
-    if any(step.get("per") == "scored row" for line in data["lines"] for step in line["compute"]):
+    per = {step.get("per") for line in data["lines"] for step in line["compute"]}
+    if "fed row" in per:
+        text += " +: per row that is fed what the step before sampled, where steps overlap."
+    if "scored row" in per:
         scores = data["value_bytes"]["scores"]
         text += f" *: per scored row, a score has {scores} bytes"
         if data["value_bytes"]["scores_assumed"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layline.engine.scheduler import StepEntry
+from layline.engine.step_plan import StepEntry
 
 
 def is_verified(entry: StepEntry) -> bool:
