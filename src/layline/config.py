@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from layline.errors import UsageError, one_of
 from layline.topology import Topology
@@ -29,6 +31,9 @@ CPU_KERNELS = ("auto", "torch")
 MAX_THREADS = 1024
 LOOPBACK = "127.0.0.1"
 MAX_SIZE = 1 << 60
+AUTO_SPLITS = "auto"
+MAX_LAYERS = 1 << 16
+MAX_ORDINAL = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,11 @@ class EngineConfig:
 
     The degrees are those of :class:`Topology`. ``boundary_reduction`` is resolved when the model
     is known. ``cp_layout`` says how a prompt's new tokens are divided over attention CP ranks.
+
+    ``pp_stages``, ``pp_splits`` (layer numbers, or ``auto``: by cost) and ``pp_devices`` (an
+    ordinal for each stage) shadow the environment doors of the same name; None leaves it to them.
+    ``pp_processes`` divides the stages over processes; a rank's process drives a run of stages.
+
     ``speculative`` says who proposes tokens ahead, at most ``speculative_tokens`` a step: nobody,
     the request's own text, or ``speculative_model``, a draft model with the same vocabulary, whose
     ``speculative_boundary_reduction`` is the model's where it is None.
@@ -74,7 +84,10 @@ class EngineConfig:
     attn_cp: int = 1
     ep: int = 1
     dense_tp: int | None = None
-    pp_stages: int = 1
+    pp_stages: int | None = None
+    pp_splits: str | Sequence[int] | None = None
+    pp_devices: str | Sequence[int] | None = None
+    pp_processes: int = 1
     boundary_reduction: str = "auto"
     sequence_parallel: bool = False
     input_scattered: bool = False
@@ -128,7 +141,7 @@ class EngineConfig:
             attn_dp=self.attn_dp,
             attn_cp=self.attn_cp,
             ep=self.ep,
-            pp=self.pp_stages,
+            pp=self.pp_processes,
             dense_tp=self.dense_tp,
         )
 
@@ -156,7 +169,7 @@ class EngineConfig:
                 )
 
     def _check_mesh(self) -> None:
-        for name in ("tp", "attn_dp", "attn_cp", "ep", "dense_tp", "pp_stages"):
+        for name in ("tp", "attn_dp", "attn_cp", "ep", "dense_tp"):
             _require_positive(name, getattr(self, name), MAX_DEGREE)
         for name in ("sequence_parallel", "input_scattered", "quantised_all_reduce"):
             if not isinstance(getattr(self, name), bool):
@@ -165,10 +178,7 @@ class EngineConfig:
             raise UsageError(one_of("dp_padding", self.dp_padding, DP_PADDINGS))
         if self.cp_layout not in CP_LAYOUTS:
             raise UsageError(one_of("cp_layout", self.cp_layout, CP_LAYOUTS))
-        if self.pp_stages != 1:
-            raise UsageError(
-                f"pp_stages {self.pp_stages} is not supported in this version; expected 1"
-            )
+        self._check_pipeline()
         topology = self.topology()
         for name in ("sequence_parallel", "input_scattered"):
             if getattr(self, name):
@@ -192,6 +202,69 @@ class EngineConfig:
                     f"batch_invariant does not go with {name}, which computes prompts in "
                     f"another way than answers; expected {name} False"
                 )
+
+    def _check_pipeline(self) -> None:
+        _require_positive("pp_stages", self.pp_stages, MAX_DEGREE)
+        _require_positive("pp_processes", self.pp_processes, MAX_DEGREE)
+        # The fields are kept as tuples: they arrive as text, as lists over a wire, or as given.
+        splits = self.pp_splits
+        if splits is not None and splits != AUTO_SPLITS:
+            splits = parse_numbers(splits, "pp_splits", least=1, most=MAX_LAYERS)
+            object.__setattr__(self, "pp_splits", splits)
+        if self.pp_devices is not None:
+            devices = parse_numbers(self.pp_devices, "pp_devices", least=0, most=MAX_ORDINAL)
+            object.__setattr__(self, "pp_devices", devices)
+        stages = self.pp_stages
+        if isinstance(splits, tuple):
+            if any(first >= second for first, second in pairwise(splits)):
+                near = ",".join(map(str, sorted(set(splits))))
+                raise UsageError(
+                    f"pp_splits {shorten_list(splits)} must increase; the nearest is {near}"
+                )
+            if stages is not None and len(splits) != stages - 1:
+                raise UsageError(
+                    f"pp_splits {shorten_list(splits)} makes {len(splits) + 1} stages, but "
+                    f"pp_stages is {stages}; expected {stages - 1} layer numbers, or auto"
+                )
+        devices_given = self.pp_devices
+        if devices_given is not None and stages is not None and len(devices_given) != stages:
+            raise UsageError(
+                f"pp_devices {shorten_list(devices_given)} names {len(devices_given)} devices, but "
+                f"pp_stages is {stages}; expected {stages}, one for each stage"
+            )
+        if stages is not None and self.pp_processes > stages:
+            raise UsageError(
+                f"pp_processes {self.pp_processes} is more than pp_stages {stages}; expected 1 to "
+                f"{stages}"
+            )
+
+
+def parse_numbers(
+    value: str | Sequence[int], name: str, *, least: int, most: int
+) -> tuple[int, ...]:
+    """Whole numbers from ``least`` to ``most``, from a sequence or from text with commas.
+
+    Raises UsageError, naming ``name`` and the first part that is none.
+    """
+    parts: Sequence[object] = value.split(",") if isinstance(value, str) else value
+    numbers = []
+    for part in parts:
+        text = str(part).strip()
+        is_number = text.isascii() and text.isdigit() and not isinstance(part, bool)
+        if not is_number or len(text) > len(str(most)) or not least <= int(text) <= most:
+            raise UsageError(
+                f"{name} {shorten(value)} has {shorten(part)}; expected whole numbers from {least} "
+                f"to {most} separated by commas"
+            )
+        numbers.append(int(text))
+    if not numbers:
+        raise UsageError(f"{name} {value!r} is empty; expected whole numbers, such as {least}")
+    return tuple(numbers)
+
+
+def shorten_list(numbers: Sequence[object]) -> str:
+    """Numbers separated by commas, cut to a length that fits a message."""
+    return shorten(",".join(map(str, numbers))).strip("'\"")
 
 
 def parse_size(value: int | str | None, name: str = "kv_memory") -> int | None:
@@ -248,6 +321,11 @@ def elastic_environment() -> tuple[int, int, int, int, str] | None:
     rank, size, local_rank, local_size = map(int, values)
     address = os.environ.get("MASTER_ADDR", LOOPBACK)
     return (rank, size, local_rank, local_size, address) if size > 1 else None
+
+
+def door_environment() -> Mapping[str, str]:
+    """The variables of this process as they are at each look: doors may change during a run."""
+    return os.environ
 
 
 def api_keys_environment() -> list[str]:

@@ -5,7 +5,9 @@
     │   ├── ModelNotFoundError              no such name, directory or file
     │   ├── UnsupportedModelError           an architecture or option we do not have
     │   ├── SamplingError                   a sampling value outside its range
-    │   └── PromptError                     empty, too long, or no chat template for it
+    │   ├── PromptError                     empty, too long, or no chat template for it
+    │   ├── PlacementError                  devices that pipeline stages cannot use
+    │   └── UnsplitError                    a loop that does not go with these pipeline stages
     ├── CheckpointError (ValueError)        a file does not hold what it should            exit 2
     │   ├── CorruptFileError                truncated, overlapping, absurd or unreadable
     │   ├── TensorError                     a tensor is missing, unexpected or mis-shaped
@@ -18,9 +20,11 @@
     ├── KernelError (RuntimeError)          no native kernels; never leaves, torch's run   exit 3
     └── RunError (RuntimeError)             the run itself failed                          exit 3
         ├── CollectiveError                     ranks disagree, or a peer does not answer
+        ├── CellNotReadyError                   a task's result was read before it was there
         ├── OverloadedError                     more requests wait than may
         ├── RequestError                        one request failed; all others go on
-        └── StoppingError                       the engine ends and takes nothing new
+        ├── StoppingError                       the engine ends and takes nothing new
+        └── TransferError                       a cut's protocol was broken, or a peer is gone
 
 The command line prints the message as one line and exits with ``exit_status``.
 """
@@ -58,6 +62,16 @@ class SamplingError(UsageError):
 
 class PromptError(UsageError):
     """The prompt is empty, too long for the context, or cannot be formatted."""
+
+
+class PlacementError(UsageError):
+    """The devices named for pipeline stages are too few, missing or out of each other's reach."""
+
+
+class UnsplitError(UsageError):
+    """A loop does not go with this pipeline: it has no stage split and weights are remote, or its
+    split needs what the placement does not give.
+    """
 
 
 class CheckpointError(LaylineError, ValueError):
@@ -129,6 +143,14 @@ class RequestError(RunError):
 
 class StoppingError(RunError):
     """The engine is ending: it takes no new requests, or had to end this one."""
+
+
+class CellNotReadyError(RunError):
+    """A stream task's result was read before the task had run."""
+
+
+class TransferError(RunError):
+    """What crosses a cut was issued out of order, does not fit, or did not come."""
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:

@@ -84,13 +84,12 @@ def test_tokens_are_read_while_the_next_step_is_queued(directory: Path) -> None:
     while not all(request.output_ids for request in requests):
         llm.engine.step()
     executor: Any = llm.engine._executor
-    pipeline: Any = llm.engine._pipeline
-    (flight,) = pipeline._flights
+    (flight,) = llm.engine._steps._flights
     torch.cuda._sleep(LONG)
     later = torch.cuda.current_stream().record_event()
-    tokens = executor.collect(flight.launched)
+    result = executor.collect(flight.launched)
     assert not later.query(), "reading waited for what was queued after the step"
-    assert len(tokens[0]) == len(PROMPTS)
+    assert len(result.tokens[0]) == len(PROMPTS)
     # A step is planned, launched and given to the host while the device is busy.
     llm.engine.step()
     assert not later.query(), "planning or launching waited for the device"

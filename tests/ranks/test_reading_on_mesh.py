@@ -103,6 +103,7 @@ def planned(engine: EngineConfig) -> tuple[list[tuple[int, Request]], list[MeshP
         plan = scheduler.next_step()
         assert plan is not None
         plans.append(plan)
+        scheduler.begin(plan)
         scheduler.complete(plan)
         for _, request in requests:
             if request.is_prefilled:

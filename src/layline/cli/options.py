@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layline.boundary.policy import POLICIES
-from layline.cli.values import choice, integer, number, size
+from layline.cli.values import choice, integer, number, number_list, size
 from layline.config import (
+    AUTO_SPLITS,
     CP_LAYOUTS,
     DEFAULT_MODEL,
     DEVICES,
@@ -17,6 +18,8 @@ from layline.config import (
     DTYPES,
     KV_DTYPES,
     MAX_DEGREE,
+    MAX_LAYERS,
+    MAX_ORDINAL,
     MAX_SPECULATIVE_TOKENS,
     MAX_THREADS,
     SPECULATIVE,
@@ -135,6 +138,40 @@ class MeshOptions:
         str,
         choice_option("--cp-layout", CP_LAYOUTS, "how attention CP divides a prompt"),
     ] = EngineConfig.cp_layout
+    pp_stages: Annotated[
+        int | None,
+        typer.Option(
+            "--pp-stages",
+            parser=integer("--pp-stages", minimum=1, maximum=MAX_DEGREE),
+            metavar="INT",
+            help="pipeline stages that the layers are cut into",
+            show_default="1",
+        ),
+    ] = None
+    pp_splits: Annotated[
+        # Typer would take a tuple for an option of several values.
+        str | None,
+        typer.Option(
+            "--pp-splits",
+            parser=number_list("--pp-splits", minimum=1, maximum=MAX_LAYERS, word=AUTO_SPLITS),
+            metavar="auto|C1,C2,..",
+            help="the layers that later stages begin with, or auto: by cost",
+            show_default="even",
+        ),
+    ] = None
+    pp_devices: Annotated[
+        str | None,
+        typer.Option(
+            "--pp-devices",
+            parser=number_list("--pp-devices", minimum=0, maximum=MAX_ORDINAL),
+            metavar="D0,D1,..",
+            help="the device of each stage",
+            show_default="on the CPU 0,1,..; on CUDA 0,0,..",
+        ),
+    ] = None
+    pp_processes: Annotated[
+        int, degree("--pp-processes", "processes that pipeline stages are divided over")
+    ] = EngineConfig.pp_processes
 
     def given(self) -> dict[str, Any]:
         """The keywords for ``LLM`` that differ from a single rank's."""

@@ -161,6 +161,35 @@ def integer_list(flag: str, *, minimum: int) -> Callable[[str], tuple[int, ...]]
     return parse
 
 
+def number_list(
+    flag: str, *, minimum: int, maximum: int, word: str | None = None
+) -> Callable[[Any], tuple[int, ...] | str]:
+    """Whole numbers separated by commas, as they are given, or ``word``."""
+    one = integer(flag, minimum=minimum, maximum=maximum)
+
+    def parse(value: Any) -> tuple[int, ...] | str:
+        if isinstance(value, tuple) or value == word:
+            return value  # type: ignore[no-any-return]
+        good: list[int] = []
+        bad: list[str] = []
+        for part in (part.strip() for part in str(value).split(",")):
+            try:
+                good.append(one(part))
+            except BadValue:
+                bad.append(part)
+        if bad:
+            near = ",".join(map(str, good)) or word or str(minimum)
+            either = f"{word}, or " if word else ""
+            raise BadValue(
+                f"{flag} {value!r} has {bad[0]!r}; expected {either}whole numbers "
+                f"{bounds(minimum, maximum)} separated by commas; the nearest valid value is "
+                f"{near!r}"
+            )
+        return tuple(good)
+
+    return parse
+
+
 def choice_list(flag: str, choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     """Words of a closed set separated by commas, each once."""
 

@@ -5,6 +5,7 @@ Whatever can be refused is refused before a worker starts or a weight is read.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -14,11 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from layline.config import LOOPBACK, EngineConfig, threads_of_rank
+from layline.config import LOOPBACK, EngineConfig, door_environment, threads_of_rank
 from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel, open_model
 from layline.engine.speculation.draft_facts import with_draft
 from layline.engine.step_times import StepTimes
+from layline.errors import UsageError
+from layline.pipeline.doors import STAGES, Doors, PipelineFlags
 
 
 def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[ServedModel, Executor]:
@@ -31,6 +34,7 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
     """
     from layline.engine import elastic
 
+    refuse_pipeline(engine.pp_stages, "pp_stages")
     joined = elastic.joined_world()
     if joined is not None:
         joined.check(engine.topology())
@@ -38,6 +42,8 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
             raise SystemExit(elastic.follow(joined))
     model, checkpoint = open_model(engine)
     try:
+        fence = open_doors(engine).fence(model.facts.config.num_layers)
+        refuse_pipeline(None if fence is None else len(fence) - 1, STAGES)
         model = with_draft(engine, model)
         if engine.topology().is_single:
             from layline.engine.local import LocalExecutor
@@ -49,6 +55,21 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
     if joined is not None:
         return model, elastic.lead(engine, joined, times)
     return model, spawn(engine, times)
+
+
+def open_doors(engine: EngineConfig) -> Doors:
+    """The pipeline's doors, with warnings to the log: where none is set up, that is stderr."""
+    log = logging.getLogger("layline.pipeline")
+    return Doors(door_environment(), PipelineFlags.of(engine), log.warning)
+
+
+def refuse_pipeline(num_stages: int | None, name: str) -> None:
+    """Raise UsageError for more than one pipeline stage, which ``name`` asked for."""
+    if num_stages is not None and num_stages > 1:
+        raise UsageError(
+            f"{name} {num_stages} cannot run in this version; expected 1 (layline plan shows the "
+            "pipeline)"
+        )
 
 
 def spawn(engine: EngineConfig, times: StepTimes | None = None) -> Executor:

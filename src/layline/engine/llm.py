@@ -40,8 +40,9 @@ class LLM:
     text such as ``"512M"``), ``kv_dtype``, ``prefix_cache``, ``batch_invariant``, ``max_running``,
     and the mesh's: ``tp``, ``attn_dp``, ``attn_cp``, ``ep``, ``dense_tp``, ``boundary_reduction``,
     ``sequence_parallel``, ``input_scattered``, ``quantised_all_reduce``, ``dp_padding``,
-    ``cp_layout``, and speculation's: ``speculative``, ``speculative_model``, ``speculative_tokens``
-    and ``speculative_boundary_reduction``. Also ``prefill_tokens``, the most prompt tokens of one
+    ``cp_layout``; the pipeline's: ``pp_stages``, ``pp_splits``, ``pp_devices``, ``pp_processes``;
+    and speculation's: ``speculative``, ``speculative_model``, ``speculative_tokens`` and
+    ``speculative_boundary_reduction``. Also ``prefill_tokens``, the most prompt tokens of one
     step, and ``seed``, that of the random weights of ``config:DIR``. With ``tp`` above 1 workers
     are started, and end with :meth:`close`; under torchrun only rank 0 comes back from here, and
     the others leave with SystemExit when it is done. Raises UsageError or CheckpointError with a

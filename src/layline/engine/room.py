@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layline.config import EngineConfig, elastic_environment
 from layline.engine.scheduler import BLOCK_SIZE
@@ -40,6 +40,10 @@ class Room:
             return CacheRoom(wanted * block_bytes, None)
         blocks = min(wanted, max(available // block_bytes, 0))
         return CacheRoom(blocks * block_bytes, blocks > longest)
+
+    def on(self, device_bytes: int | None) -> Room:
+        """The same limits on a device of another size."""
+        return replace(self, device_bytes=device_bytes)
 
     def _available(self, weights: int) -> int | None:
         if self.device_bytes is None:
@@ -75,11 +79,16 @@ def cuda_bytes(local_ranks: int) -> int | None:
 
     None where nvidia-smi does not say, or there are fewer GPUs.
     """
+    sizes = cuda_sizes()
+    return min(sizes[:local_ranks]) if len(sizes) >= local_ranks else None
+
+
+def cuda_sizes() -> list[int]:
+    """Memory of each GPU by its ordinal; empty where nvidia-smi does not say."""
     try:
         said = subprocess.run(
             QUERY, capture_output=True, text=True, check=True, timeout=QUERY_S
         ).stdout.split()
-        sizes = [int(size) << 20 for size in said]
+        return [int(size) << 20 for size in said]
     except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return min(sizes[:local_ranks]) if len(sizes) >= local_ranks else None
+        return []

@@ -93,9 +93,10 @@ class StepQueue:
         while len(self._flights) < self._most:
             begin = perf_counter()
             plan = self._scheduler.next_step()
+            # Looking in vain is part of a step too: the last ones have none after them.
+            self._times.since("schedule", begin)
             if plan is None:
                 return
-            self._times.since("schedule", begin)
             before = self._flights[-1].launched if self._flights else None
             launched = self._executor.launch(plan.step, plan.rows(), before)
             self.num_ahead += before is not None

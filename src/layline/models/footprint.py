@@ -20,13 +20,20 @@ class Footprint:
     kv_per_token: int
 
 
-def footprint(
-    config: DecoderConfig, topology: Topology, itemsize: int, cached_head_bytes: int
-) -> Footprint:
-    """The footprint of a rank of ``topology``.
-
-    ``itemsize`` is of a weight, ``cached_head_bytes`` of one head's key or value of a token.
+@dataclass(frozen=True)
+class PartValues:
+    """What one rank holds by part: values of a layer, of the final norm, and of the token table at
+    either end; and the heads' keys and values that a layer keeps of each token.
     """
+
+    layer: int
+    norm: int
+    table: int
+    cached_heads: int
+
+
+def part_values(config: DecoderConfig, topology: Topology) -> PartValues:
+    """What each part of a rank of ``topology`` holds."""
     shards = Shards(config, topology)
     hidden, size = config.hidden_size, shards.intermediate[1] - shards.intermediate[0]
     queries, keys = shards.q_size, shards.kv_size
@@ -40,7 +47,18 @@ def footprint(
         layer += 2 * size + hidden
     if config.qk_norm:
         layer += 2 * config.head_dim
-    table = shards.vocab_rows * hidden
-    values = config.num_layers * layer + hidden + table * (1 if config.tied_head else 2)
-    cached = config.num_layers * 2 * shards.num_kv_heads * cached_head_bytes
+    return PartValues(layer, hidden, shards.vocab_rows * hidden, 2 * shards.num_kv_heads)
+
+
+def footprint(
+    config: DecoderConfig, topology: Topology, itemsize: int, cached_head_bytes: int
+) -> Footprint:
+    """The footprint of a rank of ``topology``.
+
+    ``itemsize`` is of a weight, ``cached_head_bytes`` of one head's key or value of a token.
+    """
+    parts = part_values(config, topology)
+    values = config.num_layers * parts.layer + parts.norm
+    values += parts.table * (1 if config.tied_head else 2)
+    cached = config.num_layers * parts.cached_heads * cached_head_bytes
     return Footprint(values * itemsize, cached)

@@ -20,6 +20,10 @@ FLAGS = {
     "--boundary-reduction": ("rsv", "rsv"),
     "--dp-padding": ("sum-len", "sum-len"),
     "--cp-layout": ("zigzag", "zigzag"),
+    "--pp-stages": ("3", 3),
+    "--pp-splits": ("4, 9", (4, 9)),
+    "--pp-devices": ("0,0,1", (0, 0, 1)),
+    "--pp-processes": ("2", 2),
 }
 
 

@@ -188,7 +188,7 @@ def test_any_size_needs_the_configuration_alone(folder: Any, tmp_path: Path) -> 
         (["--tp", "4", "--attn-dp", "3"], "does not divide"),
         (["--boundary-reduction", "rsx"], "is not one of auto, ar, rs, rsv, rs+rsv"),
         (["--sequence-parallel"], "--sequence-parallel"),
-        (["--draw", "x.svg"], "unknown option '--draw'"),
+        (["--drawn", "x.svg"], "unknown option '--drawn'"),
     ],
 )
 def test_mistakes_are_one_line(layline: Any, folder: Any, arguments: list[str], words: str) -> None:
@@ -451,7 +451,9 @@ def test_memory_of_a_rank_counts_a_draft_model(layline: Any, folder: Any) -> Non
     for name in ("weights_bytes", "kv_bytes_per_token"):
         assert both[name] == alone[name] + beside[name]
     assert found[0]["draft_model"] is None
-    assert found[0]["lines"] == found[2]["lines"]
+    # Steps do not overlap where somebody guesses, so no ids are exchanged.
+    lines = [line for line in found[0]["lines"] if line["name"] != "sampled ids"]
+    assert lines == found[2]["lines"] != found[0]["lines"]
     asked = layline("plan", model, *flags, "--speculative-boundary-reduction", "rs", "--json")
     assert json.loads(asked.out)["draft_model"]["policy"] == {"name": "rs", "reason": "asked for"}
 

@@ -12,12 +12,13 @@ from layline.engine.blocks import BlockPool
 from layline.engine.drafts import VERIFIED_ROWS
 from layline.engine.prefix import PrefixCache
 from layline.engine.request import Request
-from layline.engine.scheduler import Scheduler, StepEntry, StepPlan
+from layline.engine.scheduler import Scheduler
 from layline.engine.speculation.draft import CATCH_UP_TOKENS, DraftProposer
 from layline.engine.speculation.pace import LONGEST_REST, Pace
 from layline.engine.speculation.proposer import DraftRoom
 from layline.engine.speculation.speculation import Speculation
 from layline.engine.speculation.verify import is_verified
+from layline.engine.step_plan import StepEntry, StepPlan
 from layline.layers.spans import SequenceSpan
 from support.fake_drafts import CheckedDraftModel, Guesses, known_tokens
 from support.fake_requests import fake_request
@@ -42,6 +43,7 @@ def begun(it: Scheduler, *requests: Request) -> None:
 
 def advance(it: Scheduler, plan: StepPlan) -> None:
     """Complete a step whose rows say 7, and take all of them that are verified."""
+    it.begin(plan)
     it.complete(plan)
     for entry in plan.entries:
         if entry.samples and is_verified(entry):
@@ -178,7 +180,7 @@ def test_verification_compares_token_by_token() -> None:
     request.drafts = (6, 7)
 
     def entry(ahead: int) -> StepEntry:
-        return StepEntry(request, SequenceSpan(2 + ahead, 1, [1], 3 + ahead), True, ahead)
+        return StepEntry(request, SequenceSpan(2 + ahead, 1, [1], 3 + ahead), True, ahead=ahead)
 
     assert is_verified(entry(0))
     assert not is_verified(entry(1)), "nothing has come after the last token yet"

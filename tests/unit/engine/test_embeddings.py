@@ -41,11 +41,14 @@ def check(llm: LLM, model: Any, mode: str = "lasttoken", *, normalised: bool = T
         torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=1e-4)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", ["lasttoken", "mean"])
 @pytest.mark.parametrize("chunk", [5, 16, 2048])
-def test_they_are_those_of_transformers(tmp_path: Path, mode: str, chunk: int) -> None:
+def test_they_are_those_of_transformers(
+    tmp_path: Path, mode: str, chunk: int, overlap: bool
+) -> None:
     model = save_embedder(tmp_path, mode=mode)
-    llm = LLM(str(tmp_path), threads=1, prefill_tokens=chunk)
+    llm = LLM(str(tmp_path), threads=1, prefill_tokens=chunk, overlap=overlap)
     check(llm, model, mode)
     check(llm, model, mode)  # With what the first time has left in the cache.
     stats = llm._engine.stats()
@@ -100,10 +103,11 @@ def test_fewer_dimensions_are_the_first_at_length_one(tmp_path: Path) -> None:
             llm.embed([5], dimensions=bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", ["lasttoken", "mean"])
-def test_a_prompt_preempted_half_way(tmp_path: Path, mode: str) -> None:
+def test_a_prompt_preempted_half_way(tmp_path: Path, mode: str, overlap: bool) -> None:
     model = save_embedder(tmp_path, mode=mode)
-    llm = LLM(str(tmp_path), threads=1, prefill_tokens=BLOCK_SIZE)
+    llm = LLM(str(tmp_path), threads=1, prefill_tokens=BLOCK_SIZE, overlap=overlap)
     engine, ids = llm._engine, prompts()[-1]
     request = engine.submit(ids, SamplingParams(), embeds=True)
     for _ in range(2):

@@ -31,20 +31,22 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=3)
 GOOD = [[5 + 7 * n % 60 for n in range(length)] for length in (37, 20, 3, 16)]
 BAD = [*GOOD[0][:35], POISON, 9]
+Checkpoint = tuple[Path, Any, bool]
+"""Its folder, transformers' model, and whether steps overlap."""
 NO_TOKEN = r"the request failed: no token to sample: its logits hold NaN"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "overlapped"])
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Checkpoint:
     path = tmp_path_factory.mktemp("poisoned")
-    return path, save_poisoned(path, max_position_embeddings=96)
+    return path, save_poisoned(path, max_position_embeddings=96), request.param
 
 
-def llm_on(checkpoint: tuple[Path, Any], **flags: Any) -> LLM:
-    return LLM(str(checkpoint[0]), threads=1, **flags)
+def llm_on(checkpoint: Checkpoint, **flags: Any) -> LLM:
+    return LLM(str(checkpoint[0]), threads=1, overlap=checkpoint[2], **flags)
 
 
-def wanted(checkpoint: tuple[Path, Any]) -> list[list[int]]:
+def wanted(checkpoint: Checkpoint) -> list[list[int]]:
     return [reference(checkpoint[1], ids, GREEDY.max_tokens or 0)[1] for ids in GOOD]
 
 
@@ -61,7 +63,7 @@ def accounted(llm: LLM) -> None:
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("chunk", [7, 2048])
 def test_nan_in_one_row_ends_its_own_request(
-    checkpoint: tuple[Path, Any], params: SamplingParams, chunk: int
+    checkpoint: Checkpoint, params: SamplingParams, chunk: int
 ) -> None:
     llm = llm_on(checkpoint, prefill_tokens=chunk)
     alone = [llm.generate([ids], params)[0].token_ids for ids in GOOD]
@@ -79,7 +81,7 @@ def test_nan_in_one_row_ends_its_own_request(
     assert llm.generate(GOOD, params)[0].token_ids == alone[0]
 
 
-def test_nan_while_it_generates(checkpoint: tuple[Path, Any]) -> None:
+def test_nan_while_it_generates(checkpoint: Checkpoint) -> None:
     """Its own first token is the poison; that token stays."""
     llm = llm_on(checkpoint)
     biased = SamplingParams(temperature=0.0, max_tokens=10, logit_bias={POISON: 100.0})
@@ -101,7 +103,7 @@ def memory_of(path: Path, blocks: int) -> int:
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("shares", [True, False])
 def test_poison_in_the_cache_reaches_nobody(
-    checkpoint: tuple[Path, Any], shares: bool, kv_dtype: str
+    checkpoint: Checkpoint, shares: bool, kv_dtype: str
 ) -> None:
     """Every block has held NaN before others use it, and longer neighbours pad shorter ones."""
     flags = {"prefix_cache": shares, "max_model_len": 96, "kv_dtype": kv_dtype}
@@ -127,7 +129,7 @@ def test_poison_in_the_cache_reaches_nobody(
     accounted(llm)
 
 
-def test_nobody_begins_with_what_a_failed_request_computed(checkpoint: tuple[Path, Any]) -> None:
+def test_nobody_begins_with_what_a_failed_request_computed(checkpoint: Checkpoint) -> None:
     llm = llm_on(checkpoint)
     with pytest.raises(RequestError):
         llm.generate([BAD], GREEDY)
@@ -137,7 +139,7 @@ def test_nobody_begins_with_what_a_failed_request_computed(checkpoint: tuple[Pat
     assert llm._engine.stats().prefix_hits == before.prefix_hits
 
 
-def test_blocks_that_others_hold_stay_theirs(checkpoint: tuple[Path, Any]) -> None:
+def test_blocks_that_others_hold_stay_theirs(checkpoint: Checkpoint) -> None:
     """Two requests begin alike; one fails, the other goes on in the same blocks."""
     llm = llm_on(checkpoint)
     first = llm._engine.submit(GOOD[0], GREEDY)
@@ -151,7 +153,7 @@ def test_blocks_that_others_hold_stay_theirs(checkpoint: tuple[Path, Any]) -> No
     assert llm.generate([GOOD[0]], GREEDY)[0].token_ids == wanted(checkpoint)[0]
 
 
-def test_scores_that_are_not_finite(checkpoint: tuple[Path, Any]) -> None:
+def test_scores_that_are_not_finite(checkpoint: Checkpoint) -> None:
     llm = llm_on(checkpoint, prefill_tokens=8)
     score = SamplingParams(max_tokens=0, prompt_logprobs=1)
     with pytest.raises(RequestError, match=r"^prompt 0: .*states or logits hold NaN") as caught:
@@ -161,7 +163,7 @@ def test_scores_that_are_not_finite(checkpoint: tuple[Path, Any]) -> None:
 
 
 def test_an_error_in_sampling_one_row(
-    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = llm_on(checkpoint)
     alone = [output.token_ids for output in llm.generate(GOOD, DRAWN)]
@@ -186,7 +188,7 @@ def test_an_error_in_sampling_one_row(
 
 
 def test_an_error_in_taking_a_token(
-    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A grammar, say, that cannot go past what was drawn."""
     llm = llm_on(checkpoint)
@@ -214,7 +216,7 @@ def test_an_error_in_taking_a_token(
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), MemoryError("planted")])
 def test_errors_of_the_whole_step_are_nobodys_own(
-    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, error: Exception
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     llm = llm_on(checkpoint)
 
@@ -227,7 +229,7 @@ def test_errors_of_the_whole_step_are_nobodys_own(
     accounted(llm)
 
 
-def test_a_stream_raises_after_what_it_has(checkpoint: tuple[Path, Any]) -> None:
+def test_a_stream_raises_after_what_it_has(checkpoint: Checkpoint) -> None:
     llm = llm_on(checkpoint)
     with llm.stream(BAD, GREEDY) as stream, pytest.raises(RequestError, match=NO_TOKEN):
         next(stream)
@@ -235,7 +237,7 @@ def test_a_stream_raises_after_what_it_has(checkpoint: tuple[Path, Any]) -> None
 
 
 def test_an_interruption_is_no_error_of_a_request(
-    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = llm_on(checkpoint)
     requests = [llm._engine.submit(ids, GREEDY) for ids in GOOD]
@@ -276,7 +278,7 @@ async def everything(engine: AsyncEngine, bad: list[Submission]) -> list[Any]:
 
 
 @pytest.mark.parametrize("bad", [[BAD], [BAD, GOOD[0]], [GOOD[0], BAD, BAD]], ids=len)
-def test_the_asynchronous_engine_goes_on(checkpoint: tuple[Path, Any], bad: Any) -> None:
+def test_the_asynchronous_engine_goes_on(checkpoint: Checkpoint, bad: Any) -> None:
     llm = llm_on(checkpoint)
     engine = AsyncEngine(llm)
     for count in (1, 2):
@@ -300,7 +302,7 @@ async def idle(engine: AsyncEngine) -> None:
 
 @pytest.mark.parametrize("where", ["chunk", "deliver"])
 def test_an_error_in_delivery_is_one_streams(
-    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, where: str
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     llm = llm_on(checkpoint)
     engine = AsyncEngine(llm)

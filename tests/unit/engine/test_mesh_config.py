@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from layline.config import EngineConfig, default_threads, elastic_environment, t
 from layline.engine.balance import SampleRow
 from layline.engine.elastic import Control, World
 from layline.engine.executor import RowSpec, SamplingRows
+from layline.engine.launch import launch
 from layline.engine.step import RankStep
 from layline.errors import UsageError
 from layline.layers.spans import SequenceSpan
 from layline.sampling import SamplingParams
+from support.tiny import save_tiny
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tp 0": ({"tp": 0}, "tp 0 must be a positive integer"),
@@ -23,7 +27,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dp over tp": ({"tp": 3, "attn_dp": 2}, r"attn_dp 2 x attn_cp 1 = 2 .* tp 3; .* 1, 3"),
     "ep over tp": ({"tp": 2, "ep": 3}, "ep 3 does not divide tp 2; expected one of 1, 2"),
     "dense_tp": ({"tp": 4, "dense_tp": 2}, "dense_tp 2 does not fit tp 4; expected 1 or 4"),
-    "pp": ({"pp_stages": 2}, "pp_stages 2 is not supported in this version; expected 1"),
+    "pp 0": ({"pp_stages": 0}, "pp_stages 0 must be a positive integer"),
+    "pp huge": ({"pp_stages": 5000}, "pp_stages 5000 is too large; the most is 1024"),
+    "splits word": ({"pp_splits": "autp"}, "pp_splits 'autp' has 'autp'; expected whole numbers"),
+    "splits 0": ({"pp_splits": (0, 3)}, r"pp_splits \(0, 3\) has 0; expected whole numbers from 1"),
+    "splits empty": ({"pp_splits": ()}, r"pp_splits \(\) is empty; expected whole numbers"),
+    "splits bool": ({"pp_splits": [True]}, "has True; expected whole"),
+    "splits order": ({"pp_splits": "9,4,4"}, "pp_splits 9,4,4 must increase; the nearest is 4,9"),
+    "splits count": (
+        {"pp_stages": 2, "pp_splits": "4,9"},
+        "pp_splits 4,9 makes 3 stages, but pp_stages is 2; expected 1 layer numbers, or auto",
+    ),
+    "devices sign": ({"pp_devices": "0,-1"}, "pp_devices '0,-1' has '-1'; expected whole numbers"),
+    "devices huge": ({"pp_devices": [1 << 20]}, "expected whole numbers from 0 to 65536"),
+    "devices count": (
+        {"pp_stages": 3, "pp_devices": "0,1"},
+        "pp_devices 0,1 names 2 devices, but pp_stages is 3; expected 3, one for each stage",
+    ),
+    "processes 0": ({"pp_processes": 0}, "pp_processes 0 must be a positive integer"),
+    "processes": ({"pp_stages": 2, "pp_processes": 3}, "3 is more than pp_stages 2; expected 1"),
     "padding": ({"dp_padding": "max_len"}, "'max_len' is not one of .*did you mean 'max-len'"),
     "layout": ({"cp_layout": "zig-zag"}, "did you mean 'zigzag'"),
     "flag": ({"sequence_parallel": 1}, "sequence_parallel 1 must be True or False"),
@@ -47,6 +69,50 @@ def test_a_mesh_is_the_topology_of_rank_0() -> None:
     assert (topology.attn_tp, topology.world_size, topology.rank) == (2, 8, 0)
     assert topology.dense_tp == 1
     assert EngineConfig(tp=2, sequence_parallel=True, input_scattered=True).topology().tp == 2
+
+
+def test_stages_are_divided_over_processes() -> None:
+    engine = EngineConfig(tp=2, pp_stages=6, pp_processes=3, pp_splits=[1, 2, 3, 4, 5])
+    assert engine.topology().world_size == 6
+    assert engine.pp_splits == (1, 2, 3, 4, 5)
+    assert EngineConfig(pp_stages=6).topology().is_single, "one process drives all stages"
+    assert EngineConfig(**asdict(engine)) == engine, "as a rank receives it"
+    assert EngineConfig(pp_stages=2, pp_splits="auto").pp_splits == "auto"
+
+
+@pytest.mark.parametrize(
+    ("flags", "door", "message"),
+    [
+        ({"pp_stages": 2}, "", "pp_stages 2 cannot run in this version; expected 1"),
+        ({"pp_stages": 2, "tp": 2}, "", "pp_stages 2 cannot run"),
+        ({}, "3", "LAYLINE_PP_STAGES 3 cannot run in this version; expected 1"),
+    ],
+)
+def test_a_run_over_stages_is_refused_before_a_weight_is_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: dict[str, Any],
+    door: str,
+    message: str,
+) -> None:
+    save_tiny(tmp_path, "Llama")
+    monkeypatch.setenv("LAYLINE_PP_STAGES", door)
+    for name in ("load_alone", "load_part"):
+        monkeypatch.setattr(f"layline.engine.model.{name}", None)
+    with pytest.raises(UsageError, match=message):
+        launch(EngineConfig(model=str(tmp_path), **flags))
+
+
+def test_a_bad_door_is_a_warning_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path, "Llama")
+    monkeypatch.setenv("LAYLINE_PP_STAGES", "99")
+    _, executor = launch(EngineConfig(model=str(tmp_path)))
+    executor.close()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "LAYLINE_PP_STAGES 99 is more than the model's 3 layers" in record.getMessage()
 
 
 def test_threads_are_divided_over_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

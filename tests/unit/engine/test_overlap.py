@@ -220,7 +220,7 @@ def test_steps_that_gave_no_tokens_are_run_again(
         launched = launch(*step)
         if calls % 5 == 0:
             # As a device's rows without a token: known when they are read, by whomever.
-            launched.sampled.read = unreadable
+            launched.drawn.read = launched.drawn.read_ids = unreadable
         return launched
 
     monkeypatch.setattr(executor, "launch", failing)

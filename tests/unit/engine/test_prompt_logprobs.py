@@ -36,6 +36,8 @@ def prompts() -> list[list[int]]:
 class Scored:
     """A checkpoint, and transformers' log-probabilities of prompts."""
 
+    overlap = False
+
     def __init__(self, path: Path, family: str, **changes: Any) -> None:
         self.path = str(path)
         shape = {"max_position_embeddings": CONTEXT, **changes}
@@ -62,9 +64,11 @@ class Scored:
             assert [i for i, _ in one.top] == best.indices.tolist()
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Scored:
-    return Scored(tmp_path_factory.mktemp("llama"), "Llama")
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "overlapped"])
+def llama(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Scored:
+    scored = Scored(tmp_path_factory.mktemp("llama"), "Llama")
+    scored.overlap = request.param
+    return scored
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "mistral-window", "qwen2", "qwen3", "llama-tied"])
@@ -80,20 +84,20 @@ def test_they_are_those_of_transformers(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 2048])
 def test_chunks_do_not_change_them(llama: Scored, chunk: int) -> None:
-    llm = LLM(llama.path, threads=1, prefill_tokens=chunk)
+    llm = LLM(llama.path, threads=1, overlap=llama.overlap, prefill_tokens=chunk)
     for ids, output in zip(prompts(), llm.generate(prompts(), SCORE), strict=True):
         llama.check(ids, output.prompt_logprobs)
     assert llm._engine.stats().blocks_held == 0
 
 
 def test_a_prompt_may_fill_the_context_where_nothing_is_generated(llama: Scored) -> None:
-    llm = LLM(llama.path, threads=1)
+    llm = LLM(llama.path, threads=1, overlap=llama.overlap)
     ids = (prompts()[-1] * 2)[:CONTEXT]
     llama.check(ids, llm.generate([ids], SCORE)[0].prompt_logprobs)
 
 
 def test_they_come_with_the_answer_and_leave_it_as_it_is(llama: Scored) -> None:
-    llm = LLM(llama.path, threads=1, prefill_tokens=16)
+    llm = LLM(llama.path, threads=1, overlap=llama.overlap, prefill_tokens=16)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=2)
     alone = llm.generate(prompts()[:6], params)
     both = SamplingParams(
@@ -107,14 +111,14 @@ def test_they_come_with_the_answer_and_leave_it_as_it_is(llama: Scored) -> None:
 
 
 def test_a_cached_prompt_is_computed_for_them_and_offered_to_others(llama: Scored) -> None:
-    llm = LLM(llama.path, threads=1)
+    llm = LLM(llama.path, threads=1, overlap=llama.overlap)
     ids = prompts()[-1]
     plain = SamplingParams(max_tokens=1, temperature=0.0)
     llm.generate([ids], plain)
     hits = llm._engine.stats().prefix_hits
     llama.check(ids, llm.generate([ids], SCORE)[0].prompt_logprobs)
     assert llm._engine.stats().prefix_hits == hits, "what is scored is not taken from the cache"
-    fresh = LLM(llama.path, threads=1)
+    fresh = LLM(llama.path, threads=1, overlap=llama.overlap)
     fresh.generate([ids], SCORE)
     fresh.generate([ids], plain)
     assert fresh._engine.stats().prefix_hits == (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -137,6 +141,7 @@ def test_preemption_neither_loses_nor_doubles_them(llama: Scored, shares: bool) 
         kv_memory=kv_memory(llama.path, 7),
         prefill_tokens=4,
         prefix_cache=shares,
+        overlap=llama.overlap,
     )
     params = SamplingParams(
         max_tokens=40, temperature=0.0, ignore_eos=True, prompt_logprobs=3, seed=1
@@ -156,46 +161,48 @@ def test_preemption_neither_loses_nor_doubles_them(llama: Scored, shares: bool) 
 
 
 def test_a_prompt_preempted_half_way_is_read_on(llama: Scored) -> None:
-    llm = LLM(llama.path, threads=1, prefill_tokens=16)
+    llm = LLM(llama.path, threads=1, overlap=llama.overlap, prefill_tokens=16)
     engine, ids = llm._engine, prompts()[-1]
     request = engine.submit(ids, SCORE)
     for _ in range(3):
         engine.step()
-    assert request.num_read == 48
+    # With overlap a fourth chunk is under way.
+    assert request.num_read == (64 if llama.overlap else 48)
     (queue,) = engine._scheduler.parts
     queue._preempt(queue._running[request.request_id])
     engine.run([request])
     llama.check(ids, [None, *request.prompt_logprobs])
-    # What had been read came back from the cache.
-    assert engine.stats().prefix_hits == 48
+    # What had been read came back from the cache, and the chunk that was under way.
+    assert engine.stats().prefix_hits == (64 if llama.overlap else 48)
 
 
 def test_a_failed_step_does_not_double_them(llama: Scored, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(llama.path, threads=1, prefill_tokens=16)
+    llm = LLM(llama.path, threads=1, overlap=llama.overlap, prefill_tokens=16)
     engine, ids = llm._engine, prompts()[-1]
     request = engine.submit(ids, SCORE)
-    execute, calls = type(engine._executor).execute, []
+    collect, calls = type(engine._executor).collect, []
 
     def sometimes(self: Any, *arguments: Any) -> Any:
-        result = execute(self, *arguments)
+        result = collect(self, *arguments)
         calls.append(1)
         if len(calls) % 2:
             raise OSError("planted")
         return result
 
-    monkeypatch.setattr(type(engine._executor), "execute", sometimes)
+    monkeypatch.setattr(type(engine._executor), "collect", sometimes)
     while request.finish_reason is None:
         try:
             engine.step()
         except OSError:
             continue
+    assert len(calls) > 6
     llama.check(ids, [None, *request.prompt_logprobs])
 
 
 def test_at_most_so_many_rows_are_scored_at_a_time(
     llama: Scored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(llama.path, threads=1)
+    llm = LLM(llama.path, threads=1, overlap=llama.overlap)
     seen: list[int] = []
     model: Any = llm._engine._executor
     decoder = model.loaded.runner.model

@@ -413,7 +413,7 @@ def test_titles_name_the_place() -> None:
 
 
 def test_the_idle_part_travels(run: Callable[..., Run]) -> None:
-    it = run("good", "good", attn_dp=2).start()
+    it = run("good", "good", topology=Topology(tp=2, attn_dp=2)).start()
     part = RankStep(1, (SequenceSpan(3, 1, [1], 4),), (5,), (True,))
     step = ordinary_step((IDLE, part), 1)
     # A fake rank answers the rows of all.

@@ -172,8 +172,8 @@ def per_token(
     """
     topology = ground.topology
     rows = {
-        Extent.OWN: _share(ground.attention, topology),
-        Extent.SLICES: _share(ground.attention, topology),
+        Extent.OWN: rows_share(ground.attention, topology),
+        Extent.SLICES: rows_share(ground.attention, topology),
         Extent.EVERY: Fraction(1),
         Extent.CONTEXT: Fraction(1, topology.attn_dp),
         Extent.SAMPLED: Fraction(1),
@@ -187,7 +187,8 @@ def per_token(
     return Bytes(float(payload), float(_wire(kind, ranks) * payload))
 
 
-def _share(layout: Layout, topology: Topology) -> Fraction:
+def rows_share(layout: Layout, topology: Topology) -> Fraction:
+    """The share of a step's tokens that a rank has on these rows, slots equally full."""
     share = Fraction(1)
     for axis in layout.sharded:
         share /= axis_size(topology, axis)

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from layline.boundary.layout import BatchVariant
 from layline.cli import session
 from layline.cli.options import MODEL_HELP, RunOptions, choice_option
-from layline.cli.output import write_json, write_line
-from layline.config import elastic_environment
+from layline.cli.output import note, write_json, write_line
+from layline.cli.values import BadValue
+from layline.config import EngineConfig, door_environment, elastic_environment
 from layline.errors import UsageError
+
+if TYPE_CHECKING:
+    from layline.engine.planned import ModelPlan
+
+
+def svg_path(value: str) -> str:
+    """The path of a drawing."""
+    if not value.lower().endswith(".svg"):
+        raise BadValue(
+            f"--draw {value!r} does not end in .svg; expected a file for a drawing; the nearest is "
+            f"{value + '.svg'!r}"
+        )
+    return value
+
 
 VARIANTS = tuple(variant.value for variant in BatchVariant)
 
@@ -35,6 +50,16 @@ class PlanOptions:
         bool,
         typer.Option("--analyze", help="run the model and compare what ran with what is planned"),
     ] = False
+    draw: Annotated[
+        str | None,
+        typer.Option(
+            "--draw",
+            parser=svg_path,
+            metavar="FILE.svg",
+            help="draw the schedule of the pipeline's stages",
+            show_default="none",
+        ),
+    ] = None
 
 
 def plan(
@@ -75,7 +100,10 @@ def show(model: str, options: PlanOptions, run: RunOptions) -> int:
 
         planned = with_kernel_sizes(planned)
     data: dict[str, Any] = as_data(planned)
+    pipeline = add_pipeline(model, options, run, planned, data)
     sections = [as_text(data)]
+    if pipeline:
+        sections.append(pipeline)
     passed = True
     if options.simulate:
         from layline.cli.plan.checks import simulation
@@ -94,3 +122,41 @@ def show(model: str, options: PlanOptions, run: RunOptions) -> int:
     else:
         write_line("\n\n".join(sections))
     return 0 if passed else 1
+
+
+def add_pipeline(
+    model: str, options: PlanOptions, run: RunOptions, planned: ModelPlan, data: dict[str, Any]
+) -> str:
+    """Plan the pipeline, add it to ``data``, draw it where asked; its text, empty for one stage.
+
+    Raises UsageError for a drawing of one stage.
+    """
+    from layline.engine.pipeline_plan import plan_pipeline
+
+    engine = EngineConfig(**run.keywords(), model=model)
+    found = plan_pipeline(planned, engine, door_environment(), warn)
+    data["pipeline"] = None
+    if found is None:
+        if options.draw is not None:
+            raise UsageError(
+                f"--draw {options.draw!r} draws the schedule of pipeline stages, and there is one "
+                "stage; expected --pp-stages of at least 2"
+            )
+        return ""
+    from layline.cli.plan.drawing import write_drawing
+    from layline.cli.plan.pipeline import pipeline_data, pipeline_text, process_memory, row_names
+
+    data["pipeline"] = pipeline_data(found)
+    data["memory_per_rank"].update(process_memory(found))
+    text = pipeline_text(found)
+    if options.draw is not None:
+        title = f"{planned.facts.config.architecture}, {planned.facts.config.num_layers} layers"
+        write_drawing(options.draw, title, row_names(found), found.schedules)
+        data["pipeline"]["drawing"] = options.draw
+        text += f"\n\nschedule drawn in {options.draw}"
+    return text
+
+
+def warn(message: str) -> None:
+    """A warning about an environment door, on stderr."""
+    note(f"layline: {message}")

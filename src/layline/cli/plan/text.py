@@ -26,7 +26,9 @@ def as_text(data: dict[str, Any]) -> str:
     parts += [why(data), steps(data)]
     if data["draft_model"] is not None:
         parts.append(draft(data["draft_model"]))
-    parts.append(memory(data))
+    if not data.get("pipeline"):
+        # Stages have a memory each, which their own table shows.
+        parts.append(memory(data))
     return "\n\n".join(parts)
 
 
@@ -42,6 +44,8 @@ def title(data: dict[str, Any]) -> str:
     shape = f"tp {mesh['tp']}" + (f" = {' x '.join(factors)}" if divided else "")
     if mesh["dense_tp"] != mesh["tp"]:
         shape += f", dense TP {mesh['dense_tp']}"
+    if data.get("pipeline"):
+        shape += f", {data['pipeline']['stages']} pipeline stages"
     padding = "" if data["padding"] is None else f", {data['padding']}"
     return (
         f"{data['architecture']}  {data['layers']} layers  {data['dtype']}  {shape}\n"

@@ -1,0 +1,221 @@
+"""The loops that steps come in, each with its split over the stages and its way back.
+
+| loop | split | rollback door |
+| --- | --- | --- |
+| eager | one step, read before the next | LAYLINE_PP_STREAMS=0 (one stream) |
+| deferred | up to four steps in flight, each read when the caller asks | |
+| batch | as many microbatches in flight as there are stages | LAYLINE_BATCH_PP=0 |
+| verify | one step of several rows for a request | LAYLINE_SPEC_PP=0 |
+| prime | a prompt's chunks one after the other | LAYLINE_PRIME_PP=0 |
+| prime, pipelined | chunk c + 1 on a stage while c is on the next | LAYLINE_PRIME_PIPE=0 |
+
+Doors are looked at in every call. A loop whose door is shut walks all layers on the caller's
+stream, which is refused while weights are on other devices; prime's is not, being what a gate
+compares with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from layline.errors import RunError
+from layline.pipeline.cells import Cell
+from layline.pipeline.counters import WalkerWatch
+from layline.pipeline.faults import Fault, Faults
+from layline.pipeline.guards import (
+    UnwiredLoops,
+    refuse_chunk_pipeline,
+    refuse_deferred,
+    refuse_unsplit_if_remote,
+)
+from layline.pipeline.payload import Payload
+from layline.pipeline.placement import Placement, Residency
+from layline.pipeline.readback import PendingLogits
+from layline.pipeline.runtime import PipelineRuntime
+
+MOST_DEFERRED = 4
+"""Steps that deferred decode may have in flight."""
+
+_BATCH_WAY = "LAYLINE_BATCH_PP unset, which splits batches over the stages"
+_VERIFY_WAY = "LAYLINE_SPEC_PP unset, which splits verification over the stages"
+
+
+class LoopDoors(Protocol):
+    """What the loops ask of the doors, each time anew."""
+
+    @property
+    def streams(self) -> bool: ...
+
+    @property
+    def overlap(self) -> bool: ...
+
+    @property
+    def batch(self) -> bool: ...
+
+    @property
+    def verify(self) -> bool: ...
+
+    @property
+    def prime(self) -> bool: ...
+
+    @property
+    def prime_pipe(self) -> bool: ...
+
+    @property
+    def allow_unsplit_batch(self) -> bool: ...
+
+    @property
+    def force_same_device_pipelined(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the stages are, and where their weights really are."""
+
+    placement: Placement
+    residency: Residency
+
+
+class Loops:
+    """Steps on a runtime. One host thread at a time calls.
+
+    ``report`` gets a line for each loop that runs without a split.
+    """
+
+    def __init__(
+        self,
+        runtime: PipelineRuntime,
+        doors: LoopDoors,
+        site: Site,
+        report: Callable[[str], None],
+        faults: Faults | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self._doors = doors
+        self._site = site
+        self._unwired = UnwiredLoops(report)
+        self._faults = faults or Faults()
+        self._under_way: list[PendingLogits] = []
+
+    @property
+    def _count(self) -> Callable[..., None]:
+        return self.runtime.counters.add
+
+    @property
+    def _splits(self) -> bool:
+        return Fault.NEVER_SPLIT not in self._faults
+
+    def eager(self, step: Any, entering: Cell[Payload] | None = None) -> PendingLogits:
+        """One step; wait for it before the next. With streams off it is on one stream."""
+        if not self._doors.streams or not self._splits:
+            return self._unsplit(step, entering)
+        result = self.runtime.walk(step, entering, overlap=self._doors.overlap)
+        self.runtime.publish_to(self.runtime.caller)
+        self._count("eager_splits")
+        return self.runtime.pending(result)
+
+    def deferred(self, step: Any, entering: Cell[Payload] | None = None) -> PendingLogits:
+        """One of up to four steps in flight: the caller reads each when it likes.
+
+        Raises UnsplitError where that is refused, and RunError for a fifth that nobody reads.
+        """
+        refuse_deferred(
+            self._site.placement,
+            streams=self._doors.streams,
+            forced=self._doors.force_same_device_pipelined,
+        )
+        self._under_way = [each for each in self._under_way if not each.is_done()]
+        if len(self._under_way) >= MOST_DEFERRED:
+            raise RunError(
+                f"{len(self._under_way)} steps are in flight; expected at most {MOST_DEFERRED}, "
+                "read one first"
+            )
+        if not self._splits:
+            return self._unsplit(step, entering)
+        pending = self.runtime.pending(self.runtime.walk(step, entering, overlap=True))
+        self._count("deferred_splits")
+        self._under_way.append(pending)
+        return pending
+
+    def batch(
+        self, microbatches: Sequence[Any], entering: Sequence[Cell[Payload] | None] | None = None
+    ) -> list[PendingLogits]:
+        """A step in microbatches of disjoint requests, which follow each other through the stages.
+
+        Raises UnsplitError when the door is shut and weights are remote.
+        """
+        entering = entering or [None] * len(microbatches)
+        pairs = zip(microbatches, entering, strict=True)
+        if not self._doors.batch or not self._splits:
+            allowed = self._doors.allow_unsplit_batch
+            self._refuse("batched decode", _BATCH_WAY, allowed=allowed)
+            return [self._unsplit(step, cell) for step, cell in pairs]
+        found = []
+        for step, cell in pairs:
+            result = self.runtime.walk(step, cell, overlap=len(microbatches) > 1)
+            self._count("batch_splits")
+            found.append(self.runtime.pending(result))
+        self.runtime.publish_to(self.runtime.caller)
+        return found
+
+    def verify(self, step: Any, entering: Cell[Payload] | None = None) -> PendingLogits:
+        """One step that scores a request's drafts. Raises UnsplitError as :meth:`batch` does."""
+        if not self._doors.verify or not self._splits:
+            self._refuse("verification", _VERIFY_WAY)
+            return self._unsplit(step, entering)
+        result = self.runtime.walk(step, entering, overlap=self._doors.overlap)
+        self.runtime.publish_to(self.runtime.caller)
+        self._count("verify_splits")
+        return self.runtime.pending(result)
+
+    def prime(self, chunks: Sequence[Any]) -> list[PendingLogits]:
+        """The chunks of one prompt or several, in order; what each leaves on the last stage.
+
+        Raises UnsplitError where stages share a device and chunks would overlap.
+        """
+        if not self._doors.prime or not self._splits:
+            return [self._unsplit(chunk) for chunk in chunks]
+        pipelined = self._doors.prime_pipe and len(chunks) > 1
+        if pipelined:
+            refuse_chunk_pipeline(self._site.placement)
+            # A cut that grows in the middle would drain its receiver.
+            for cut, stage in zip(self.runtime.cuts, self.runtime.stages, strict=False):
+                cut.prewarm(max(stage.program.room(chunk) for chunk in chunks))
+        watch = WalkerWatch(self.runtime.counters)
+        found = []
+        for number, chunk in enumerate(chunks):
+            found.append(self._prime_chunk(chunk, number, watch, overlap=pipelined))
+            if not pipelined or Fault.SERIAL_CHUNKS in self._faults:
+                self.runtime.drain()
+        self.runtime.publish_to(self.runtime.caller)
+        return found
+
+    def _prime_chunk(
+        self, chunk: Any, number: int, watch: WalkerWatch, *, overlap: bool
+    ) -> PendingLogits:
+        def within(stage: int) -> AbstractContextManager[None]:
+            return watch.walking(stage, number)
+
+        result = self.runtime.walk(chunk, overlap=overlap, within=within)
+        self._count("prime_split_chunks")
+        return self.runtime.pending(result)
+
+    def unwired(self, loop: str, alternative: str) -> None:
+        """For a loop that has no split: warns once, or refuses where weights are remote."""
+        self._unwired.enter(
+            loop,
+            alternative,
+            self._site.residency,
+            allowed=self._doors.allow_unsplit_batch,
+        )
+
+    def _refuse(self, path: str, alternative: str, *, allowed: bool = False) -> None:
+        refuse_unsplit_if_remote(path, alternative, self._site.residency, allowed=allowed)
+
+    def _unsplit(self, step: Any, entering: Cell[Payload] | None = None) -> PendingLogits:
+        self.runtime.drain()
+        result = self.runtime.walk_unsplit(step, entering)
+        return self.runtime.pending(result, on=self.runtime.caller)
