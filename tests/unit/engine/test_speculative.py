@@ -276,23 +276,18 @@ def test_a_verifier_that_does_not_compare_is_seen(
 def test_a_grammar_beside_requests_with_drafts(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     save_writer(tmp_path)
-    held = SamplingParams(
-        temperature=0.0, max_tokens=60, grammar=Grammar.regex("[a-z]{4}-[0-9]{3}")
-    )
-    params = [held, GREEDY, replace(held, temperature=1.0, seed=4), GREEDY]
-    prompts = ["one two one two", "one two one two", "x", "x"]
-    wanted = [said(o) for o in LLM(str(tmp_path), threads=1).generate(prompts, params)]
-    flags = [
-        {"speculative": "ngram"},
-        {"speculative": "draft", "speculative_model": str(tmp_path)},
-    ]
-    for each in flags:
-        llm = LLM(str(tmp_path), threads=1, **each)
-        assert [said(output) for output in llm.generate(prompts, params)] == wanted
-        drafted = llm.stats().drafted
-        assert drafted > 0
-        assert said(llm.generate([prompts[0]], held)[0]) == wanted[0]
-        assert llm.stats().drafted == drafted, "a request with a grammar has no drafts"
+    free = replace(GREEDY, max_tokens=12)
+    held = replace(free, grammar=Grammar.regex("[a-z]{2,40}"), ignore_eos=False)
+    params = [held, free, replace(held, temperature=1.0, seed=4), free]
+    prompts = [[5, 6, 7], [5, 6, 7], [8, 9], [8, 9]]
+    path = str(tmp_path)
+    wanted = [said(output) for output in LLM(path, threads=1).generate(prompts, params)]
+    llm = LLM(path, threads=1, speculative="draft", speculative_model=path)
+    assert [said(output) for output in llm.generate(prompts, params)] == wanted
+    drafted = llm.stats().drafted
+    assert drafted > 0
+    assert said(llm.generate([prompts[0]], held)[0]) == wanted[0]
+    assert llm.stats().drafted == drafted, "a request with a grammar has no drafts"
 
 
 def test_streams_show_every_token_once(llama: Checkpoints, plain: LLM) -> None:

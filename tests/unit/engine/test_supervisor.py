@@ -117,7 +117,7 @@ def test_steps_are_sent_ahead_and_their_answers_kept_apart(run: Callable[..., Ru
     third = it.executor.launch(step, rows, second)
     for number, launched in ((1, first), (2, second), (3, third)):
         # Every fake rank answers for all rows.
-        tokens = it.executor.collect(launched)
+        tokens = it.executor.collect(launched).tokens
         assert tokens == [[(number, None), (number, None)]] * 2
     # Steps that nobody asks for are forgotten with the next that somebody does.
     dropped = it.executor.launch(step, rows, third)
@@ -154,7 +154,7 @@ def test_an_interrupted_wait_keeps_what_has_come(run: Callable[..., Run]) -> Non
     with pytest.raises(KeyboardInterrupt):
         it.executor.collect(launched)
     waiting._inbox = inbox
-    assert it.executor.collect(launched) == [[(1, None), (1, None)]] * 2
+    assert it.executor.collect(launched).tokens == [[(1, None), (1, None)]] * 2
 
 
 def step_until_it_fails(it: Run) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from layline.layers.attention import TorchAttention
+from layline.layers.kv_cache import PlainCache
 from layline.layers.linear import Linear
 from layline.layers.spans import MixedPhase, Phase, SequenceSpan, step_phase
 
@@ -85,7 +86,8 @@ def attended(
     cache[:BLOCK] = 0
     stop = row + sum(span.count for span in spans)
     plan = backend.plan(phase, spans, WINDOWS)
-    return [backend.attend(q[row:stop], kv[row:stop], cache, plan, window) for window in (None, 5)]
+    held = PlainCache(cache)
+    return [backend.attend(q[row:stop], kv[row:stop], held, plan, window) for window in (None, 5)]
 
 
 @pytest.mark.parametrize("num_decode", [1, 3])

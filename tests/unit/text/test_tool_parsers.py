@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 from typing import Any
 
 import pytest
@@ -228,7 +229,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc"), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip
-KEYS = st.text("abcdefgh", min_size=1, max_size=4)
+# Python's own words name no argument of a pythonic call.
+KEYS = st.text("abcdefgh", min_size=1, max_size=4).filter(lambda key: not keyword.iskeyword(key))
 CALLS = st.lists(
     st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(KEYS, JSON, max_size=3)),
     min_size=1,
