@@ -20,7 +20,7 @@ from layline.errors import RunError
 if TYPE_CHECKING:
     from layline.engine.llm import LLM
     from layline.engine.output import GenerationOutput, StreamChunk
-    from layline.engine.scheduler import SchedulerStats
+    from layline.engine.statistics import SchedulerStats
     from layline.sampling import SamplingParams
 
 

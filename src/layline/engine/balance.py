@@ -19,7 +19,8 @@ from layline.engine.context_split import split_context
 from layline.engine.prefix import PrefixCache
 from layline.engine.reading_plan import reads_of
 from layline.engine.request import Request
-from layline.engine.scheduler import BLOCK_SIZE, Scheduler, SchedulerStats
+from layline.engine.scheduler import BLOCK_SIZE, Scheduler
+from layline.engine.statistics import SchedulerStats
 from layline.engine.step import IDLE, MeshStep, RankStep
 from layline.engine.step_plan import StepEntry, StepPlan
 from layline.layers.spans import Phase

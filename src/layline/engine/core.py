@@ -14,9 +14,9 @@ from layline.engine.outcome import FailedRow, Outcome, StepResult
 from layline.engine.reading import PromptReading
 from layline.engine.reading_plan import take_reading
 from layline.engine.request import FinishReason, Request
-from layline.engine.scheduler import SchedulerStats
 from layline.engine.speculation.speculation import Speculation
 from layline.engine.speculation.verify import is_verified
+from layline.engine.statistics import SchedulerStats
 from layline.engine.step_plan import StepEntry
 from layline.engine.step_queue import StepQueue
 from layline.engine.step_times import StepTimes

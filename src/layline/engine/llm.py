@@ -22,8 +22,8 @@ from layline.engine.output import (
 )
 from layline.engine.progress import progress_bar
 from layline.engine.request import Request
-from layline.engine.scheduler import SchedulerStats
 from layline.engine.speculation.make import make_speculation
+from layline.engine.statistics import SchedulerStats
 from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError, PromptError, RequestError, UsageError, one_of
 from layline.sampling import SamplingParams, TokenLogprobs

@@ -21,12 +21,12 @@ tokens in them, so those of tokens that are not known yet are not offered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from layline.engine.blocks import BlockPool
 from layline.engine.drafts import DraftLedger
 from layline.engine.prefix import block_key, root_key
 from layline.engine.request import Request
+from layline.engine.statistics import SchedulerStats
 from layline.engine.step_plan import EntryRows, StepEntry, StepPlan, joined_plan, sampled_row
 from layline.engine.waiting import Ticket, WaitingQueue
 from layline.errors import PromptError
@@ -38,26 +38,6 @@ REPLAYED_ROWS = 64
 """Most generated tokens that a decode step computes once more for readmitted requests."""
 EXPECTED_TOKENS = 256
 """What a request is expected to generate at most where loads are compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Numbers of now (requests, blocks) and since the start (tokens looked up, preemptions).
-
-    ``prefix_hits`` of the ``prefix_lookups`` prompt and replayed tokens were found in the cache,
-    ``accepted`` of the ``drafted`` verified drafts became tokens.
-    """
-
-    waiting: int = 0
-    running: int = 0
-    blocks: int = 0
-    blocks_held: int = 0
-    blocks_idle: int = 0
-    prefix_lookups: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    drafted: int = 0
-    accepted: int = 0
 
 
 class Scheduler:

@@ -38,6 +38,26 @@ class Histogram:
         return rows
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Numbers of now (requests, blocks) and since the start (tokens looked up, preemptions).
+
+    ``prefix_hits`` of the ``prefix_lookups`` prompt and replayed tokens were found in the cache,
+    ``accepted`` of the ``drafted`` verified drafts became tokens.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    blocks: int = 0
+    blocks_held: int = 0
+    blocks_idle: int = 0
+    prefix_lookups: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
 @dataclass
 class EngineStatistics:
     """Totals since the engine began. Times are in seconds.

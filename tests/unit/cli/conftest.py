@@ -12,7 +12,7 @@ import pytest
 from layline.cli import session
 from layline.cli.main import main
 from layline.engine.output import GenerationOutput, StreamChunk, Timing, Usage
-from layline.engine.scheduler import SchedulerStats
+from layline.engine.statistics import SchedulerStats
 from layline.errors import LaylineError, PromptError
 
 
