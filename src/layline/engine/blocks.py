@@ -108,6 +108,16 @@ class BlockPool:
             else:
                 heapq.heappush(self._free, block)
 
+    def disown(self, blocks: Iterable[int]) -> None:
+        """Offer ``blocks`` to nobody any more, as they do not hold what was said of them."""
+        for block in blocks:
+            if self.prefix is None or block not in self.prefix:
+                continue
+            self.prefix.forget(block)
+            if block in self._idle:
+                del self._idle[block]
+                heapq.heappush(self._free, block)
+
     def _evict(self, count: int) -> None:
         assert self.prefix is not None
         for _ in range(count):

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from layline.engine.request import Request
+
 _DIGEST_BYTES = 32
 
 
@@ -23,6 +25,14 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of the full block that holds ``token_ids`` after the block ``parent``."""
     packed = struct.pack(f"<{len(token_ids)}Q", *token_ids)
     return blake2b(parent + packed, digest_size=_DIGEST_BYTES).digest()
+
+
+def extend_keys(keys: list[bytes], request: Request, count: int, block_size: int) -> None:
+    """Complete ``keys`` to those of the first ``count`` blocks of the request."""
+    while len(keys) < count:
+        parent = keys[-1] if keys else root_key(request.cache_salt)
+        start = len(keys) * block_size
+        keys.append(block_key(parent, request.token_ids(start, start + block_size)))
 
 
 class PrefixCache:
@@ -57,12 +67,6 @@ class PrefixCache:
         if key not in self._blocks and block not in self._keys:
             self._blocks[key] = block
             self._keys[block] = key
-
-    def forget_all(self, blocks: Sequence[int]) -> None:
-        """Offer none of ``blocks`` any more, whoever holds them."""
-        for block in blocks:
-            if block in self._keys:
-                self.forget(block)
 
     def forget(self, block: int) -> None:
         """The block is not to be found any more."""

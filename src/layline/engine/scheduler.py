@@ -20,11 +20,11 @@ tokens in them, so those of tokens that are not known yet are not offered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from layline.engine.blocks import BlockPool
 from layline.engine.drafts import DraftLedger
-from layline.engine.prefix import block_key, root_key
+from layline.engine.prefix import extend_keys
 from layline.engine.request import Request
 from layline.engine.statistics import SchedulerStats
 from layline.engine.step_plan import EntryRows, StepEntry, StepPlan, joined_plan, sampled_row
@@ -106,7 +106,7 @@ class Scheduler:
         if self._pool.prefix is None:
             return []
         keys: list[bytes] = []
-        self._extend(keys, request, self._sharable(request))
+        extend_keys(keys, request, self._sharable(request), self._block_size)
         return keys
 
     def add(self, request: Request) -> None:
@@ -131,9 +131,9 @@ class Scheduler:
         if self._running.pop(request.request_id, None) is None:
             self._waiting.leave(ticket, admitted=False)
         else:
-            if request.error is not None and self._pool.prefix is not None:
+            if request.error is not None:
                 # What it computed may be why it failed: nobody is to begin with it.
-                self._pool.prefix.forget_all(request.blocks)
+                self._pool.disown(request.blocks)
             self._release(request)
         self._nothing_fits = False
 
@@ -157,9 +157,8 @@ class Scheduler:
             plan = self._late_decode()
             if plan is not None:
                 return plan
-        return (
-            joined_plan(([], []), self._prefill(self._budget(prompt_tokens))) or self._late_decode()
-        )
+        prompts = self._prefill(self._budget(prompt_tokens))
+        return joined_plan(([], []), prompts) or self._late_decode()
 
     def begin(self, plan: StepPlan) -> None:
         """Record that the step is under way, so that the next one can be planned.
@@ -206,6 +205,26 @@ class Scheduler:
                 request.num_read = entry.num_read
             if request.blocks is entry.span.blocks:  # Else it has lost them in between.
                 request.num_computed = entry.span.start
+        self._withdraw(plan.entries[plan.num_decode :])
+
+    def _withdraw(self, prompts: Sequence[StepEntry]) -> None:
+        """Take back the blocks that a failed step's prompts were to fill.
+
+        Who counts on one of them begins again: its request may be gone, and fill it no more.
+        """
+        size = self._block_size
+        stale: set[int] = set()
+        for entry in prompts:
+            span = entry.span
+            stale.update(span.blocks[span.start // size : span.length // size])
+            ticket = self._running.get(entry.request.request_id)
+            if ticket is not None and ticket.request.blocks is span.blocks:
+                ticket.num_kept = min(ticket.num_kept, span.start // size)
+        self._pool.disown(stale)
+        for ticket in list(self._running.values()):
+            request = ticket.request
+            if not stale.isdisjoint(request.blocks[: request.num_computed // size]):
+                self._preempt(ticket)
 
     def _offer(self, entry: StepEntry) -> None:
         ticket = self._running.get(entry.request.request_id)
@@ -318,7 +337,7 @@ class Scheduler:
         if prefix is None:
             return []
         sharable = self._sharable(ticket.request)
-        self._extend(ticket.keys, ticket.request, sharable)
+        extend_keys(ticket.keys, ticket.request, sharable, self._block_size)
         return prefix.match(ticket.keys[:sharable])
 
     def _is_being_filled(self, ticket: Ticket, found: int, filling: set[bytes]) -> bool:
@@ -425,14 +444,7 @@ class Scheduler:
         full = length // self._block_size
         if prefix is None or full <= ticket.num_kept:
             return
-        self._extend(ticket.keys, request, full)
+        extend_keys(ticket.keys, request, full, self._block_size)
         for number in range(ticket.num_kept, full):
             prefix.keep(ticket.keys[number], request.blocks[number])
         ticket.num_kept = full
-
-    def _extend(self, keys: list[bytes], request: Request, count: int) -> None:
-        """Complete ``keys`` to those of the first ``count`` blocks of the request."""
-        while len(keys) < count:
-            parent = keys[-1] if keys else root_key(request.cache_salt)
-            start = len(keys) * self._block_size
-            keys.append(block_key(parent, request.token_ids(start, start + self._block_size)))

@@ -338,6 +338,34 @@ def test_a_step_that_was_not_run_comes_again() -> None:
     assert len(only.output_ids) == 3
 
 
+def test_what_a_failed_step_was_to_compute_is_offered_to_nobody() -> None:
+    """Whether its request goes on, ends, or somebody has begun with its blocks already."""
+    for ends in (False, True):
+        it = scheduler(budget=12, prefix=True)
+        (first,) = added(it, request(range(11), 3))
+        planned = it.next_step()
+        assert planned is not None
+        it.begin(planned)
+        # It has the same prompt, and is planned while the first one's blocks are under way.
+        (second,) = added(it, request(range(11), 3))
+        ahead = it.next_step()
+        assert ahead is not None
+        it.begin(ahead)
+        assert second.num_computed > 0
+        shared = set(first.blocks) & set(second.blocks)
+        assert shared
+        it.cancel(ahead)
+        it.cancel(planned)
+        if ends:
+            it.remove(first)
+        (third,) = added(it, request(range(11), 3))
+        again = advance(it)
+        starts = {id(entry.request): entry.span.start for entry in again.entries}
+        assert set(starts.values()) == {0}, "somebody begins with what nobody has computed"
+        assert third.num_cached == 0
+        finish(it)
+
+
 def test_removing() -> None:
     it = scheduler(prefix=True)
     assert it.next_step() is None
