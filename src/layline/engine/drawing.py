@@ -18,22 +18,18 @@ OF_THE_STEP = (RunError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorE
 class DrawnRows:
     """The rows of one step, drawn together or, after an error, one by one."""
 
-    def __init__(self, parts: Sequence[SampledBatch | FailedRow]) -> None:
+    def __init__(self, parts: Sequence[SampledBatch | FailedRow], device: torch.device) -> None:
         self._parts = parts
+        self._device = device
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """The rows' tokens on the device, int64 [rows]; -1 for a row without any."""
+        """The rows' tokens on the logits' device, int64 [rows]; -1 for a row without any."""
         if len(self._parts) == 1 and isinstance(self._parts[0], SampledBatch):
             return self._parts[0].token_ids
-        if not self._parts:
-            return torch.empty(0, dtype=torch.int64)
-        batches = [part for part in self._parts if isinstance(part, SampledBatch)]
-        device = batches[0].token_ids.device if batches else None
-        missing = torch.full((1,), -1, dtype=torch.int64, device=device)
-        return torch.cat(
-            [part.token_ids if isinstance(part, SampledBatch) else missing for part in self._parts]
-        )
+        none = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+        parts = [each.token_ids if isinstance(each, SampledBatch) else none for each in self._parts]
+        return torch.cat([none[:0], *parts])
 
     def read_ids(self) -> list[int]:
         """The rows' tokens on the host, -1 for a row without any; waits for the device."""
@@ -66,13 +62,14 @@ def draw_rows(
     states = [row for row in rows if isinstance(row, RowState)]
     if len(states) == len(rows):
         try:
-            return DrawnRows([sampler.sample(logits, states)])
+            return DrawnRows([sampler.sample(logits, states)], logits.device)
         except OF_THE_STEP:
             raise
         except Exception:
             # Whose it is shows when each is drawn alone.
             pass
-    return DrawnRows([_alone(sampler, logits[i : i + 1], row) for i, row in enumerate(rows)])
+    alone = [_alone(sampler, logits[i : i + 1], row) for i, row in enumerate(rows)]
+    return DrawnRows(alone, logits.device)
 
 
 def _alone(
