@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,11 +56,14 @@ class ToyStage:
         self.weights = weights[layers.start : layers.stop]
         self.is_first, self.is_last = layers.start == 0, layers.stop == num_layers
         self.cache = torch.zeros((len(layers), SLOTS, HIDDEN), dtype=torch.float64)
+        # Called before the layers run: a test makes stages meet here.
+        self.at_start: Callable[[ToyStep], object] = lambda step: None
 
     def room(self, step: ToyStep) -> int:
         return 0 if self.is_last else room_for((len(step.ids), HIDDEN), torch.float64)
 
     def run(self, step: ToyStep, entering: Payload | None) -> Payload | Tensor:
+        self.at_start(step)
         if entering is None:
             hidden = residual = self.table[list(step.ids)]
         else:
@@ -94,8 +97,7 @@ class ToyPipeline:
         self.runtime = self._runtime(fence, placement)
         layers = resident_devices(fence, placement, sharded=self.sharded)
         site = Site(placement, Residency(layers, placement.primary))
-        faults = self.options.faults
-        self.loops = Loops(self.runtime, self.doors, site, self.warnings.append, faults)
+        self.loops = Loops(self.runtime, self.doors, site, self.warnings.append)
 
     def _runtime(self, fence: Fence, placement: Placement) -> PipelineRuntime:
         stages = []

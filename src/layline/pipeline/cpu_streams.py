@@ -5,22 +5,21 @@ All ordinals are virtual devices: one memory, and residency as recorded.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from layline.errors import RunError, UsageError
+from layline.errors import UsageError
 from layline.pipeline.access import AccessLog, AccessRecorder, Buffer, Operation
 from layline.pipeline.cells import Cell
 from layline.pipeline.controllers import ThreadController
 from layline.pipeline.device import StageDevice
 from layline.pipeline.lanes import Controller, Lane, Lanes, Record, Task, Wait
+from layline.pipeline.streams import ClosedAfterwards
 
 Value = TypeVar("Value")
 
@@ -145,7 +144,7 @@ class CpuStream:
         """See Stream.adopt. Here memory lives as long as anyone refers to it."""
 
 
-class CpuStreams:
+class CpuStreams(ClosedAfterwards):
     """Implements streams.Streams; see there. Free running unless a controller decides."""
 
     def __init__(
@@ -175,16 +174,3 @@ class CpuStreams:
         """See Streams.close."""
         self._finalizer.detach()
         self._lanes.close(timeout_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # A second error would hide the first.
-        with contextlib.suppress(RunError) if error is not None else contextlib.nullcontext():
-            self.close()

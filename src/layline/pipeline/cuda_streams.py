@@ -6,11 +6,9 @@ as on the CPU: the error comes out where the stream is waited for, and no later 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from layline.errors import RunError, UsageError
 from layline.pipeline.access import AccessLog, AccessRecorder, Buffer, Operation
 from layline.pipeline.cells import Cell
 from layline.pipeline.device import StageDevice
+from layline.pipeline.streams import ClosedAfterwards
 
 Value = TypeVar("Value")
 
@@ -137,7 +136,7 @@ class CudaStream:
         tensor.record_stream(self.native)
 
 
-class CudaStreams:
+class CudaStreams(ClosedAfterwards):
     """Implements streams.Streams; see there. Raises UsageError where CUDA has no device."""
 
     def __init__(self, recorder: AccessRecorder | None = None) -> None:
@@ -174,18 +173,6 @@ class CudaStreams:
         for stream in streams.values():
             left = max(0.0, deadline - time.monotonic())
             _poll(stream.native.query, left, f"the end of stream {stream.name!r}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with contextlib.suppress(RunError) if error is not None else contextlib.nullcontext():
-            self.close()
 
     def _add(self, name: str, ordinal: int, native: torch.cuda.Stream) -> CudaStream:
         if name in self._streams:

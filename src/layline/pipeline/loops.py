@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from layline.errors import RunError
 from layline.pipeline.cells import Cell
 from layline.pipeline.counters import WalkerWatch
-from layline.pipeline.faults import Fault, Faults
+from layline.pipeline.faults import Fault
 from layline.pipeline.guards import (
     UnwiredLoops,
     refuse_chunk_pipeline,
@@ -91,13 +91,11 @@ class Loops:
         doors: LoopDoors,
         site: Site,
         report: Callable[[str], None],
-        faults: Faults | None = None,
     ) -> None:
         self.runtime = runtime
         self._doors = doors
         self._site = site
         self._unwired = UnwiredLoops(report)
-        self._faults = faults or Faults()
         self._under_way: list[PendingLogits] = []
 
     @property
@@ -106,7 +104,7 @@ class Loops:
 
     @property
     def _splits(self) -> bool:
-        return Fault.NEVER_SPLIT not in self._faults
+        return Fault.NEVER_SPLIT not in self.runtime.faults
 
     def eager(self, step: Any, entering: Cell[Payload] | None = None) -> PendingLogits:
         """One step; wait for it before the next. With streams off it is on one stream."""
@@ -188,7 +186,7 @@ class Loops:
         found = []
         for number, chunk in enumerate(chunks):
             found.append(self._prime_chunk(chunk, number, watch, overlap=pipelined))
-            if not pipelined or Fault.SERIAL_CHUNKS in self._faults:
+            if not pipelined or Fault.SERIAL_CHUNKS in self.runtime.faults:
                 self.runtime.drain()
         self.runtime.publish_to(self.runtime.caller)
         return found

@@ -62,7 +62,7 @@ class PipelineRuntime:
         self.counters = counters or Counters()
         self._streams = streams
         given = options or CutOptions()
-        self._faults = given.faults
+        self.faults = given.faults
         self._timeout_s = given.timeout_s
         cut = CutOptions(given.timeout_s, given.poison, given.faults, self.counters.add)
         self.cuts = tuple(
@@ -127,7 +127,7 @@ class PipelineRuntime:
             self.counters.add("remote_reads")
             self.counters.add("remote_read_bytes", stage.weight_bytes)
         scratch = stage.scratch
-        if Fault.SHARED_SCRATCH in self._faults:
+        if Fault.SHARED_SCRATCH in self.faults:
             scratch = self.stages[0].scratch
         return stream.run(
             partial(_walk, stage, step, entering, within),
@@ -150,14 +150,14 @@ class PipelineRuntime:
     def pending(self, result: Cell[Any], *, on: Stream | None = None) -> PendingLogits:
         """Read a walk's result back without stopping the stages. Call right after the walk."""
         return PendingLogits(
-            result, on or self.last.stream, self._readback, self._streams, faults=self._faults
+            result, on or self.last.stream, self._readback, self._streams, faults=self.faults
         )
 
     # What orders the pipeline with its caller.
 
     def fence_stages_behind(self, caller: Stream) -> None:
         """Every stage waits for the caller's present point."""
-        if Fault.DROP_ENTRY_FENCE in self._faults:
+        if Fault.DROP_ENTRY_FENCE in self.faults:
             return
         caller.record(self._entry)
         for stage in self.stages:
@@ -166,7 +166,7 @@ class PipelineRuntime:
 
     def publish_to(self, caller: Stream) -> None:
         """The caller's stream waits for the last stage; nothing to do where they are one."""
-        if caller is self.last.stream or Fault.DROP_PUBLISH in self._faults:
+        if caller is self.last.stream or Fault.DROP_PUBLISH in self.faults:
             return
         self.last.stream.record(self._exit)
         caller.wait(self._exit)
@@ -177,15 +177,15 @@ class PipelineRuntime:
         The caller waits for what the stages do with them now, and their next walk for the task.
         """
         buffers = tuple(stage.cache for stage in self.stages) if caches is None else tuple(caches)
-        if Fault.DROP_BIRTH_BARRIER not in self._faults:
+        if Fault.DROP_BIRTH_BARRIER not in self.faults:
             self.drain()
         self.caller.run(task, writes=buffers, label="admit caches")
-        if Fault.DROP_BIRTH_BARRIER not in self._faults:
+        if Fault.DROP_BIRTH_BARRIER not in self.faults:
             self.caller.synchronize(self._timeout_s)
 
     def load_barrier(self) -> None:
         """Wait for all that loading has issued, wherever it was."""
-        if Fault.DROP_LOAD_BARRIER not in self._faults:
+        if Fault.DROP_LOAD_BARRIER not in self.faults:
             self.drain()
 
     def drain(self) -> None:

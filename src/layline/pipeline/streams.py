@@ -10,11 +10,12 @@ wherever the stream or an event recorded after it is waited for.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from layline.errors import UsageError, one_of
+from layline.errors import RunError, UsageError, one_of
 from layline.pipeline.access import AccessLog, AccessRecorder, Buffer
 from layline.pipeline.cells import Cell
 from layline.pipeline.device import StageDevice
@@ -122,6 +123,26 @@ class Streams(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+class ClosedAfterwards:
+    """A context manager that closes; an error of closing does not hide one that came before."""
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """See Streams.close."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(RunError) if error is not None else contextlib.nullcontext():
+            self.close()
 
 
 def make_streams(

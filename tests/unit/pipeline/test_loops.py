@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,6 +19,8 @@ from support.toy_pipeline import (
     TIMEOUT_S,
     ToyDoors,
     ToyPipeline,
+    ToyStage,
+    ToyStep,
     one_stage,
     same_bits,
     toy_steps,
@@ -93,15 +96,16 @@ def test_deferred_is_refused_on_one_device_and_past_its_window() -> None:
             shared.loops.deferred(toy_steps(1, 1)[0])
 
 
+@pytest.mark.parametrize("rows", range(1, 17))
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_microbatches_follow_each_other(num_stages: int, streams: Streams) -> None:
+def test_microbatches_follow_each_other(num_stages: int, rows: int, streams: Streams) -> None:
     # pipeline G41, G53
-    groups = [toy_steps(10 + group, 4, rows=2) for group in range(num_stages)]
+    groups = [toy_steps(10 + group, 4, rows=rows) for group in range(num_stages)]
     pipeline = ToyPipeline(streams, num_stages)
     # Disjoint slots: each group has its own cache.
     wanted = [one_stage(group) for group in groups]
     apart = [
-        [type(step)(step.ids, tuple(2 * index + row for row in range(2))) for step in group]
+        [ToyStep(step.ids, tuple(range(rows * index, rows * index + rows))) for step in group]
         for index, group in enumerate(groups)
     ]
     found = [read(pipeline.loops.batch(list(round_))) for round_ in zip(*apart, strict=True)]
@@ -167,8 +171,10 @@ def test_a_loop_without_a_split_warns_once_or_refuses(streams: Streams) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_chunks_are_the_same_unsplit_serial_and_pipelined(num_stages: int) -> None:
+    """And so is what is decoded after them, from the cache that they left."""
     # pipeline G45, G46, G53
-    chunks = toy_steps(7, 8, rows=5)
+    *chunks, after = toy_steps(7, 9, rows=5)
+    wanted = one_stage([*chunks, after])
     arms = {
         "unsplit": ToyDoors(prime=False, prime_pipe=False),
         "serial": ToyDoors(prime_pipe=False),
@@ -177,30 +183,53 @@ def test_chunks_are_the_same_unsplit_serial_and_pipelined(num_stages: int) -> No
     for arm, doors in arms.items():
         with make_streams("cpu") as streams:
             pipeline = ToyPipeline(streams, num_stages, doors)
-            assert same_bits(read(pipeline.loops.prime(chunks)), one_stage(chunks)), arm
+            found = read(pipeline.loops.prime(chunks))
+            found.append(pipeline.loops.eager(after).wait(TIMEOUT_S))
+            assert same_bits(found, wanted), arm
             split = pipeline.runtime.counters["prime_split_chunks"]
             assert split == (0 if arm == "unsplit" else len(chunks))
             if arm != "pipelined":
                 assert pipeline.runtime.counters["prime_pipe_overlaps"] == 0
 
 
-def test_overlaps_are_counted_and_prewarmed_cuts_do_not_grow() -> None:
-    """Walkers that must meet: a script lets stage 0 begin the next chunk before stage 1 ends."""
+def meet(pipeline: ToyPipeline, chunks: list[ToyStep]) -> None:
+    """Have the second stage's walk of a chunk and the first one's of the next wait for each other.
+
+    Without it they may miss each other: a walk here takes some microseconds.
+    """
+    both = threading.Barrier(2)
+    first, second = (stage.program for stage in pipeline.runtime.stages)
+    assert isinstance(first, ToyStage)
+    assert isinstance(second, ToyStage)
+    first.at_start = lambda step: step is chunks[0] or both.wait(TIMEOUT_S)
+    second.at_start = lambda step: step is chunks[-1] or both.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("num_chunks", [2, 3, 6])
+def test_every_chunk_but_the_last_overlaps_the_next(num_chunks: int, streams: Streams) -> None:
     # pipeline G47, G49, G21
-    chunks = toy_steps(8, 6, rows=4)
-    with make_streams("cpu") as streams:
-        pipeline = ToyPipeline(streams, 2)
-        read(pipeline.loops.prime(chunks))
-        grown = pipeline.runtime.counters["growth_events"]
-        assert grown == 2 == pipeline.runtime.counters["growth_syncs"]
-        read(pipeline.loops.prime(chunks))
-        assert pipeline.runtime.counters["growth_events"] == grown
+    chunks = toy_steps(8, num_chunks, rows=4)
+    pipeline = ToyPipeline(streams, 2)
+    counters = pipeline.runtime.counters
+    meet(pipeline, chunks)
+    assert same_bits(read(pipeline.loops.prime(chunks)), one_stage(chunks))
+    assert counters["prime_pipe_overlaps"] == num_chunks - 1
+    # Both slots grew before the first chunk, and none after.
+    assert counters["growth_events"] == counters["growth_syncs"] == 2
+
+
+def test_slots_do_not_grow_twice(streams: Streams) -> None:
+    # pipeline G21
+    pipeline = ToyPipeline(streams, 2)
+    for _ in range(3):
+        read(pipeline.loops.prime(toy_steps(8, 4, rows=4)))
+    assert pipeline.runtime.counters["growth_events"] == 2
 
 
 @pytest.mark.parametrize("batch", range(4))
 def test_random_interleavings_of_every_loop(batch: int) -> None:
     """With the race checker on; hundreds of seeds over the four batches."""
-    # pipeline G26, G27, G32, G58
+    # pipeline G26, G27, G32
     for seed in range(batch * 30, batch * 30 + 30):
         checker = HappensBefore(watched=False)
         controller = ScriptedController(Seeded(seed))
@@ -286,8 +315,7 @@ def test_publishing_on_the_same_stream_does_nothing(streams: Streams) -> None:
 
 @pytest.mark.parametrize("fault", [Fault.NEVER_SPLIT, Fault.SERIAL_CHUNKS], ids=str)
 def test_bits_do_not_show_a_pipeline_that_is_not_there(fault: Fault, streams: Streams) -> None:
-    """Which is why gates ask for counters."""
-    # pipeline G58
+    """Which is why gates are to ask for counters."""
     chunks = toy_steps(9, 6)
     pipeline = ToyPipeline(streams, 2, options=with_faults(fault))
     assert same_bits(read(pipeline.loops.prime(chunks)), one_stage(chunks))
