@@ -44,10 +44,22 @@ ModelOption = Annotated[
 ]
 
 
-def degree(flag: str, meaning: str) -> Any:
+def integer_option(
+    flag: str,
+    meaning: str,
+    *,
+    minimum: int = 1,
+    maximum: int | None = None,
+    shown: str | bool = True,
+) -> Any:
+    """The option of a whole number; ``shown`` stands for its default in the help."""
+    parser = integer(flag, minimum=minimum, maximum=maximum)
+    return typer.Option(flag, parser=parser, metavar="INT", help=meaning, show_default=shown)
+
+
+def degree(flag: str, meaning: str, *, shown: str | bool = True) -> Any:
     """The option of a mesh degree."""
-    parser = integer(flag, minimum=1, maximum=MAX_DEGREE)
-    return typer.Option(flag, parser=parser, metavar="INT", help=meaning)
+    return integer_option(flag, meaning, maximum=MAX_DEGREE, shown=shown)
 
 
 def choice_option(flag: str, choices: tuple[str, ...], meaning: str) -> Any:
@@ -80,12 +92,11 @@ class ComputeOptions:
     ] = "auto"
     threads: Annotated[
         int | None,
-        typer.Option(
+        integer_option(
             "--threads",
-            parser=integer("--threads", minimum=1, maximum=MAX_THREADS),
-            metavar="INT",
-            help="compute threads on the CPU, divided over ranks",
-            show_default="all usable cores",
+            "compute threads on the CPU, divided over ranks",
+            maximum=MAX_THREADS,
+            shown="all usable cores",
         ),
     ] = None
 
@@ -104,12 +115,11 @@ class MeshOptions:
     ep: Annotated[int, degree("--ep", "parts of tp that hold other experts")] = 1
     dense_tp: Annotated[
         int | None,
-        typer.Option(
+        integer_option(
             "--dense-tp",
-            parser=integer("--dense-tp", minimum=1, maximum=MAX_DEGREE),
-            metavar="INT",
-            help="ranks that share a dense FFN: tp, or 1 for a whole one on each",
-            show_default="tp",
+            "ranks that share a dense FFN: tp, or 1 for a whole one on each",
+            maximum=MAX_DEGREE,
+            shown="tp",
         ),
     ] = None
     boundary_reduction: Annotated[
@@ -140,12 +150,11 @@ class MeshOptions:
     ] = EngineConfig.cp_layout
     pp_stages: Annotated[
         int | None,
-        typer.Option(
+        integer_option(
             "--pp-stages",
-            parser=integer("--pp-stages", minimum=1, maximum=MAX_DEGREE),
-            metavar="INT",
-            help="pipeline stages that the layers are cut into",
-            show_default="1",
+            "pipeline stages that the layers are cut into",
+            maximum=MAX_DEGREE,
+            shown="1",
         ),
     ] = None
     pp_splits: Annotated[
@@ -201,11 +210,10 @@ class SpeculationOptions:
     ] = None
     speculative_tokens: Annotated[
         int,
-        typer.Option(
+        integer_option(
             "--speculative-tokens",
-            parser=integer("--speculative-tokens", minimum=1, maximum=MAX_SPECULATIVE_TOKENS),
-            metavar="INT",
-            help="most guesses of a request in a step",
+            "most guesses of a request in a step",
+            maximum=MAX_SPECULATIVE_TOKENS,
         ),
     ] = EngineConfig.speculative_tokens
     speculative_boundary_reduction: Annotated[
@@ -277,23 +285,15 @@ class RunOptions(SpeculationOptions, MeshOptions, ComputeOptions):
     ] = EngineConfig.batch_invariant
     max_running: Annotated[
         int,
-        typer.Option(
-            "--max-running",
-            parser=integer("--max-running", minimum=1),
-            metavar="INT",
-            help="most requests decoded together, on each attention DP rank",
+        integer_option(
+            "--max-running", "most requests decoded together, on each attention DP rank"
         ),
     ] = EngineConfig.max_running
 
 
 MaxTokens = Annotated[
     int,
-    typer.Option(
-        "--max-tokens",
-        parser=integer("--max-tokens", minimum=1),
-        metavar="INT",
-        help="most tokens to generate",
-    ),
+    integer_option("--max-tokens", "most tokens to generate"),
 ]
 
 Temperature = Annotated[

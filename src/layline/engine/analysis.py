@@ -12,13 +12,11 @@ from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
 from layline.engine.balance import MeshScheduler, SampleRow
 from layline.engine.core import Engine
-from layline.engine.executor import Executor, Launched, MemoryUse, RowSpec
+from layline.engine.executor import Executor, ForwardingExecutor, Launched
 from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
-from layline.engine.outcome import StepResult
 from layline.engine.planned import ITEMSIZES, ModelPlan
 from layline.engine.step import MeshStep
-from layline.errors import LaylineError
 from layline.models.parallel import Shards
 from layline.sampling import SamplingParams
 from layline.weights.quantized import FOUR_BIT
@@ -44,57 +42,23 @@ class Analysis:
     comparison: Comparison = field(default_factory=Comparison)
 
 
-class RecordedExecutor:
-    """An executor that keeps every step and what each rank recorded of it."""
+class RecordedExecutor(ForwardingExecutor):
+    """An executor that keeps every step and what each rank recorded of it.
+
+    Steps of a draft model are left out: plans are of the model.
+    """
 
     def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.num_blocks = executor.num_blocks
+        super().__init__(executor)
         self.steps: list[RecordedStep] = []
-
-    def admit(self, request_id: int, attn_dp: int, spec: RowSpec, /) -> None:
-        """See Executor."""
-        self._executor.admit(request_id, attn_dp, spec)
-
-    def release(self, request_id: int, attn_dp: int, /) -> None:
-        """See Executor."""
-        self._executor.release(request_id, attn_dp)
 
     def launch(
         self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
     ) -> Launched:
         """See Executor. Waits for the step, whose records are to be told from the next one's."""
-        launched = self._executor.launch(step, rows, before)
-        self.steps.append(RecordedStep(step, self._executor.collectives()))
+        launched = super().launch(step, rows, before)
+        self.steps.append(RecordedStep(step, self.collectives()))
         return launched
-
-    def collect(self, launched: Launched, /) -> StepResult:
-        """See Executor."""
-        return self._executor.collect(launched)
-
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """See Executor."""
-        return self.collect(self.launch(step, rows, None))
-
-    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """See Executor. Plans are of the model, not of its draft model."""
-        return self._executor.draft(step, rows)
-
-    def collectives(self) -> list[list[CollectiveRecord]]:
-        """See Executor. The steps have taken them all."""
-        return self._executor.collectives()
-
-    def memory(self) -> MemoryUse:
-        """See Executor."""
-        return self._executor.memory()
-
-    def failure(self) -> LaylineError | None:
-        """See Executor."""
-        return self._executor.failure()
-
-    def close(self, status: int = 0, /) -> None:
-        """See Executor."""
-        self._executor.close(status)
 
 
 def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:

@@ -95,11 +95,8 @@ class Executor(Protocol):
         Raises RunError when a rank failed.
         """
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """Launch a step that knows all its tokens, and collect it."""
-
     def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """Run a step of the draft model, where there is one; otherwise as ``execute``."""
+        """Run a step of the draft model, where there is one, and wait for it."""
 
     def memory(self) -> MemoryUse:
         """What the ranks hold."""
@@ -112,6 +109,52 @@ class Executor(Protocol):
 
     def close(self, status: int = 0, /) -> None:
         """End what runs elsewhere, which exits with ``status``; a second call does nothing."""
+
+
+class ForwardingExecutor:
+    """An executor that has another one do everything; those that look on derive from it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.num_blocks = executor.num_blocks
+
+    def admit(self, request_id: int, attn_dp: int, spec: RowSpec, /) -> None:
+        """See Executor."""
+        self._executor.admit(request_id, attn_dp, spec)
+
+    def release(self, request_id: int, attn_dp: int, /) -> None:
+        """See Executor."""
+        self._executor.release(request_id, attn_dp)
+
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
+    ) -> Launched:
+        """See Executor."""
+        return self._executor.launch(step, rows, before)
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """See Executor."""
+        return self._executor.collect(launched)
+
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor."""
+        return self._executor.draft(step, rows)
+
+    def memory(self) -> MemoryUse:
+        """See Executor."""
+        return self._executor.memory()
+
+    def collectives(self) -> list[list[CollectiveRecord]]:
+        """See Executor."""
+        return self._executor.collectives()
+
+    def failure(self) -> LaylineError | None:
+        """See Executor."""
+        return self._executor.failure()
+
+    def close(self, status: int = 0, /) -> None:
+        """See Executor."""
+        self._executor.close(status)
 
 
 class SamplingRows:

@@ -94,10 +94,6 @@ class LocalExecutor:
         self._times.add_passes([timed.times()])
         return StepResult([outcomes], [launched.readings])
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """See Executor."""
-        return self.collect(self.launch(step, rows, None))
-
     def memory(self) -> MemoryUse:
         """See Executor."""
         return MemoryUse(self.loaded.weight_bytes, self.loaded.cache_bytes)

@@ -141,10 +141,6 @@ class RemoteExecutor:
         )
         return result, replies
 
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """See Executor."""
-        return self.collect(self.launch(step, rows, None))
-
     def memory(self) -> MemoryUse:
         """See Executor."""
         self._supervisor.post(wire.Ask())

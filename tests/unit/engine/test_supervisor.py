@@ -23,7 +23,7 @@ from layline.boundary.rows import DpPadding
 from layline.engine import wire
 from layline.engine.balance import SampleRow
 from layline.engine.launch import start_rank, worker_environment
-from layline.engine.outcome import FailedRow
+from layline.engine.outcome import FailedRow, StepResult
 from layline.engine.ranks import Limits, RankLink, is_sibling, rank_title
 from layline.engine.remote import RemoteExecutor
 from layline.engine.step import IDLE, MeshStep, RankStep, ordinary_step
@@ -66,6 +66,9 @@ class Run:
         self.executor.start(self.starts)
         return self
 
+    def execute(self, step: MeshStep, rows: list[list[SampleRow]]) -> StepResult:
+        return self.executor.collect(self.executor.launch(step, rows, None))
+
     def alive(self) -> list[int]:
         return [process.pid for process in self.processes if process.poll() is None]
 
@@ -93,13 +96,13 @@ def test_ranks_answer_and_end_when_told(run: Callable[..., Run]) -> None:
     it = run("good", "good", "good").start()
     assert it.executor.num_blocks == 40, "the smallest that a rank can have"
     for number in range(1, 50):
-        assert it.executor.execute(*a_step()).tokens == [[(number, None)]]
+        assert it.execute(*a_step()).tokens == [[(number, None)]]
     used = it.executor.memory()
     assert (used.weights, used.kv_cache, used.worker_peaks) == (3000, 1200, (100, 101, 102))
     it.executor.close(5)
     assert [process.returncode for process in it.processes] == [5, 5, 5]
     with pytest.raises(RunError, match="the engine is closed"):
-        it.executor.execute(*a_step())
+        it.execute(*a_step())
     it.executor.release(0, 0)
     it.executor.close()
 
@@ -121,9 +124,9 @@ def test_steps_are_sent_ahead_and_their_answers_kept_apart(run: Callable[..., Ru
         assert tokens == [[(number, None), (number, None)]] * 2
     # Steps that nobody asks for are forgotten with the next that somebody does.
     dropped = it.executor.launch(step, rows, third)
-    assert it.executor.execute(step, rows).tokens == [[(5, None), (5, None)]] * 2
+    assert it.execute(step, rows).tokens == [[(5, None), (5, None)]] * 2
     assert dropped != third
-    assert it.executor.execute(step, rows).tokens == [[(6, None), (6, None)]] * 2
+    assert it.execute(step, rows).tokens == [[(6, None), (6, None)]] * 2
     assert len(it.supervisor._steps) == 1
 
 
@@ -161,7 +164,7 @@ def step_until_it_fails(it: Run) -> None:
     """The leader may answer before the loss of another rank is seen."""
     deadline = time.monotonic() + 12
     while time.monotonic() < deadline:
-        it.executor.execute(*a_step())
+        it.execute(*a_step())
         time.sleep(0.05)
 
 
@@ -174,7 +177,7 @@ def failing_step(it: Run) -> tuple[RunError, float]:
     # Not a hang, however often it is asked, and the same line each time.
     for _ in range(2):
         with pytest.raises(RunError, match="rank") as again:
-            it.executor.execute(*a_step())
+            it.execute(*a_step())
         assert str(again.value) == str(caught.value)
     return caught.value, seconds
 
@@ -222,7 +225,7 @@ def test_a_rank_that_stops_before_its_first_word_is_silent_at_once(run: Callable
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_may_be_silent_as_long_as_it_loads_libraries(run: Callable[..., Run]) -> None:
     it = run("early:quiet:3", "good", limits=Limits(silence=1.6, starting=20.0)).start()
-    assert it.executor.execute(*a_step()).tokens == [[(1, None)]]
+    assert it.execute(*a_step()).tokens == [[(1, None)]]
 
 
 def test_the_limit_that_was_broken_is_printed(run: Callable[..., Run]) -> None:
@@ -297,7 +300,7 @@ def test_an_error_of_ours_keeps_its_class(run: Callable[..., Run]) -> None:
     for behaviours in [("raise:TensorError", "hang"), ("hang", "raise:TensorError")]:
         it = run(*behaviours).start()
         with pytest.raises(TensorError, match=r"^what TensorError says$") as caught:
-            it.executor.execute(*a_step())
+            it.execute(*a_step())
         assert caught.value.exit_status == CheckpointError.exit_status == 2
         assert it.alive() == []
 
@@ -332,7 +335,7 @@ def test_a_program_that_cannot_start_is_an_error() -> None:
 def test_a_row_without_a_token_leaves_the_ranks_running(run: Callable[..., Run]) -> None:
     it = run("refuse", "good").start()
     for _ in range(2):
-        assert it.executor.execute(*a_step()).tokens == [[FailedRow("no token", "a place")]]
+        assert it.execute(*a_step()).tokens == [[FailedRow("no token", "a place")]]
     assert len(it.alive()) == 2
 
 
@@ -341,10 +344,10 @@ def test_an_interrupted_step_can_be_taken_again(run: Callable[..., Run]) -> None
     timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        it.executor.execute(*a_step())
+        it.execute(*a_step())
     # The reply to the first is dropped: the second step has its own number.
-    assert it.executor.execute(*a_step()).tokens == [[(2, None)]]
-    assert it.executor.execute(*a_step()).tokens == [[(3, None)]]
+    assert it.execute(*a_step()).tokens == [[(2, None)]]
+    assert it.execute(*a_step()).tokens == [[(3, None)]]
 
 
 def test_a_driver_that_was_stopped_itself_accuses_nobody(run: Callable[..., Run]) -> None:
@@ -360,7 +363,7 @@ def test_a_driver_that_was_stopped_itself_accuses_nobody(run: Callable[..., Run]
         time.sleep(0.4)
         offset[0] = 3600.0
         time.sleep(0.8)
-        assert it.executor.execute(*a_step()).tokens == [[(1, None)]]
+        assert it.execute(*a_step()).tokens == [[(1, None)]]
     finally:
         watched.monotonic = original
 
@@ -384,7 +387,7 @@ def test_no_rank_outlives_its_driver(tmp_path: Path, behaviour: str, how: signal
     code = PARENT.format(
         tests=str(tmp_path),
         behaviours=("good", behaviour),
-        then="run.executor.execute(*__import__('unit_supervisor').a_step())\ntime.sleep(600)",
+        then="run.execute(*__import__('unit_supervisor').a_step())\ntime.sleep(600)",
     ).replace(
         "from unit_supervisor",
         f"SCRIPT = {str(SCRIPT)!r}\nimport unit_supervisor\n"
@@ -418,7 +421,7 @@ def test_the_idle_part_travels(run: Callable[..., Run]) -> None:
     step = ordinary_step((IDLE, part), 1)
     # A fake rank answers the rows of all.
     answers = [[(1, None)], [(1, None)]]
-    assert it.executor.execute(step, [[], [SampleRow(0, 0)]]).tokens == answers
+    assert it.execute(step, [[], [SampleRow(0, 0)]]).tokens == answers
 
 
 def test_a_collective_error_is_a_run_error() -> None:

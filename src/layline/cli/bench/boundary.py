@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from layline.cli.options import integer_option
 from layline.cli.output import write_json, write_line
-from layline.cli.values import integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,39 +17,21 @@ class BoundaryOptions:
 
     layers: Annotated[
         int,
-        typer.Option(
-            "--layers",
-            parser=integer("--layers", minimum=1),
-            metavar="INT",
-            help="decoder layers of the stack",
-        ),
+        integer_option("--layers", "decoder layers of the stack"),
     ] = 80
     hidden: Annotated[
         int,
-        typer.Option(
-            "--hidden",
-            parser=integer("--hidden", minimum=1),
-            metavar="INT",
-            help="hidden size; the norms are real, attention and FFN pass their input on",
+        integer_option(
+            "--hidden", "hidden size; the norms are real, attention and FFN pass their input on"
         ),
     ] = 576
     rows: Annotated[
         int,
-        typer.Option(
-            "--rows",
-            parser=integer("--rows", minimum=1),
-            metavar="INT",
-            help="token rows of a step",
-        ),
+        integer_option("--rows", "token rows of a step"),
     ] = 1
     repeats: Annotated[
         int,
-        typer.Option(
-            "--repeats",
-            parser=integer("--repeats", minimum=1),
-            metavar="INT",
-            help="interleaved repeats; medians are shown with quartiles",
-        ),
+        integer_option("--repeats", "interleaved repeats; medians are shown with quartiles"),
     ] = 200
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
 

@@ -9,10 +9,16 @@ from typing import Annotated
 
 import typer
 
-from layline.cli.options import ComputeOptions, MeshOptions, ModelArgument, ModelOption
+from layline.cli.options import (
+    ComputeOptions,
+    MeshOptions,
+    ModelArgument,
+    ModelOption,
+    integer_option,
+)
 from layline.cli.output import note, write_json, write_line
 from layline.cli.session import chosen_model
-from layline.cli.values import choice_list, integer, integer_list
+from layline.cli.values import choice_list, integer_list
 from layline.config import DEFAULT_MODEL
 
 COMPETITORS = ("transformers", "llama.cpp")
@@ -24,21 +30,11 @@ class LatencyOptions:
 
     prompt_tokens: Annotated[
         int,
-        typer.Option(
-            "--prompt-tokens",
-            parser=integer("--prompt-tokens", minimum=1),
-            metavar="INT",
-            help="length of the prompt for prefill",
-        ),
+        integer_option("--prompt-tokens", "length of the prompt for prefill"),
     ] = 512
     new_tokens: Annotated[
         int,
-        typer.Option(
-            "--new-tokens",
-            parser=integer("--new-tokens", minimum=1),
-            metavar="INT",
-            help="tokens decoded per prompt",
-        ),
+        integer_option("--new-tokens", "tokens decoded per prompt"),
     ] = 64
     batch: Annotated[
         str,
@@ -48,12 +44,7 @@ class LatencyOptions:
     ] = "1,8"
     repeats: Annotated[
         int,
-        typer.Option(
-            "--repeats",
-            parser=integer("--repeats", minimum=1),
-            metavar="INT",
-            help="how often; medians are shown with least and greatest",
-        ),
+        integer_option("--repeats", "how often; medians are shown with least and greatest"),
     ] = 5
     against: Annotated[
         str | None,

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from layline.cli.bench.latency import progress
-from layline.cli.options import ComputeOptions, ModelArgument, ModelOption
+from layline.cli.options import ComputeOptions, ModelArgument, ModelOption, integer_option
 from layline.cli.output import note, write_json, write_line
 from layline.cli.session import chosen_model
-from layline.cli.values import choice, integer, integer_list
+from layline.cli.values import choice, integer_list
 from layline.config import DEFAULT_MODEL
 
 
@@ -27,30 +27,15 @@ class ThroughputOptions:
     ] = "1,8,16,64"
     new_tokens: Annotated[
         int,
-        typer.Option(
-            "--new-tokens",
-            parser=integer("--new-tokens", minimum=2),
-            metavar="INT",
-            help="decode steps of each batch",
-        ),
+        integer_option("--new-tokens", "decode steps of each batch", minimum=2),
     ] = 32
     prefix_tokens: Annotated[
         int,
-        typer.Option(
-            "--prefix-tokens",
-            parser=integer("--prefix-tokens", minimum=1),
-            metavar="INT",
-            help="length of the prompt that is cached",
-        ),
+        integer_option("--prefix-tokens", "length of the prompt that is cached"),
     ] = 500
     repeats: Annotated[
         int,
-        typer.Option(
-            "--repeats",
-            parser=integer("--repeats", minimum=1),
-            metavar="INT",
-            help="how often; medians are shown",
-        ),
+        integer_option("--repeats", "how often; medians are shown"),
     ] = 5
     against: Annotated[
         str | None,

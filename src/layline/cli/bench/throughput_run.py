@@ -14,16 +14,15 @@ from time import perf_counter
 from typing import Any
 
 from layline.cli.bench.client import Worker
-from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
 from layline.engine.balance import PREFILL_BESIDE_DECODES, MeshScheduler, SampleRow
 from layline.engine.core import Engine
-from layline.engine.executor import Executor, Launched, MemoryUse, RowSpec
+from layline.engine.executor import ForwardingExecutor, Launched
 from layline.engine.facts import ServedModel
 from layline.engine.launch import launch
 from layline.engine.outcome import StepResult
 from layline.engine.step import MeshStep
-from layline.errors import LaylineError, UsageError
+from layline.errors import UsageError
 from layline.sampling import SamplingParams
 
 PROMPT_TOKENS = 64
@@ -85,64 +84,26 @@ class Samples:
     cached: list[float] = field(default_factory=list)
 
 
-class TimedExecutor:
+class TimedExecutor(ForwardingExecutor):
     """An executor that adds up the seconds of its steps."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.num_blocks = executor.num_blocks
-        self.seconds = 0.0
-
-    def admit(self, request_id: int, attn_dp: int, spec: RowSpec, /) -> None:
-        """See Executor."""
-        self._executor.admit(request_id, attn_dp, spec)
-
-    def release(self, request_id: int, attn_dp: int, /) -> None:
-        """See Executor."""
-        self._executor.release(request_id, attn_dp)
+    seconds = 0.0
 
     def launch(
         self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
     ) -> Launched:
         """See Executor."""
         begin = perf_counter()
-        launched = self._executor.launch(step, rows, before)
+        launched = super().launch(step, rows, before)
         self.seconds += perf_counter() - begin
         return launched
 
     def collect(self, launched: Launched, /) -> StepResult:
         """See Executor."""
         begin = perf_counter()
-        result = self._executor.collect(launched)
+        result = super().collect(launched)
         self.seconds += perf_counter() - begin
         return result
-
-    def execute(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """See Executor."""
-        return self.collect(self.launch(step, rows, None))
-
-    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
-        """See Executor."""
-        begin = perf_counter()
-        tokens = self._executor.draft(step, rows)
-        self.seconds += perf_counter() - begin
-        return tokens
-
-    def memory(self) -> MemoryUse:
-        """See Executor."""
-        return self._executor.memory()
-
-    def collectives(self) -> list[list[CollectiveRecord]]:
-        """See Executor."""
-        return self._executor.collectives()
-
-    def failure(self) -> LaylineError | None:
-        """See Executor."""
-        return self._executor.failure()
-
-    def close(self, status: int = 0, /) -> None:
-        """See Executor."""
-        self._executor.close(status)
 
 
 class Bench:

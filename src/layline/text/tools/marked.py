@@ -9,7 +9,20 @@ from layline.text.tools.parser import ToolParser
 _SPACE = " \t\n\r"
 
 
-class HermesParser(ToolParser):
+class _ObjectParser(ToolParser):
+    """Calls that are JSON objects."""
+
+    def before_object(self, character: str) -> None:
+        """Wait for the brace that opens a call."""
+        if character in _SPACE:
+            self.keep(character)
+        elif character == "{":
+            self.open_call(character)
+        else:
+            self.give_up(character)
+
+
+class HermesParser(_ObjectParser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or several times."""
 
     markers = ("<tool_call>",)
@@ -18,15 +31,7 @@ class HermesParser(ToolParser):
     def begin(self, marker: str) -> None:
         """See ToolParser."""
         self.keep(marker)
-        self.go(self._before_object)
-
-    def _before_object(self, character: str) -> None:
-        if character in _SPACE:
-            self.keep(character)
-        elif character == "{":
-            self.open_call(character)
-        else:
-            self.give_up(character)
+        self.go(self.before_object)
 
     def after_call(self, character: str) -> None:
         """The closing marker; a model that leaves it out has called all the same."""
@@ -43,7 +48,7 @@ class HermesParser(ToolParser):
                 self.take(each)
 
 
-class MistralParser(ToolParser):
+class MistralParser(_ObjectParser):
     """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]``."""
 
     markers = ("[TOOL_CALLS]",)
@@ -58,28 +63,20 @@ class MistralParser(ToolParser):
             self.keep(character)
         elif character == "[":
             self.keep(character)
-            self.go(self._before_object)
-        else:
-            self.give_up(character)
-
-    def _before_object(self, character: str) -> None:
-        if character in _SPACE:
-            self.keep(character)
-        elif character == "{":
-            self.open_call(character)
+            self.go(self.before_object)
         else:
             self.give_up(character)
 
     @property
     def between(self) -> tuple[Callable[[str], None], ...]:
         """See ToolParser."""
-        return (self.after_call, self._before_object)
+        return (self.after_call, self.before_object)
 
     def after_call(self, character: str) -> None:
         """A comma and another call, or the end of the list."""
         self.keep(character)
         if character == ",":
-            self.go(self._before_object)
+            self.go(self.before_object)
         elif character == "]":
             self.forget()
             self.back_to_text()
@@ -88,7 +85,7 @@ class MistralParser(ToolParser):
             self.back_to_text()
 
 
-class LlamaParser(ToolParser):
+class LlamaParser(_ObjectParser):
     """``{"name": ..., "parameters": {...}}`` as a whole answer, several with ``;`` between them.
 
     ``<|python_tag|>`` may stand before a call; behind it one may begin anywhere in the answer.
@@ -103,21 +100,13 @@ class LlamaParser(ToolParser):
     def begin(self, marker: str) -> None:
         """See ToolParser."""
         self.keep(marker)
-        self.go(self._before_object)
+        self.go(self.before_object)
 
     def _at_start(self, character: str) -> None:
         if character in _SPACE:
             self.keep(character)
         elif character == "{":
             self.open_call(character, needs_arguments=True)
-        else:
-            self.give_up(character)
-
-    def _before_object(self, character: str) -> None:
-        if character in _SPACE:
-            self.keep(character)
-        elif character == "{":
-            self.open_call(character)
         else:
             self.give_up(character)
 
