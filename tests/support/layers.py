@@ -14,7 +14,9 @@ import torch
 from layline.boundary.mesh import Mesh, MeshSpec, make_mesh
 from layline.comm.simulated import run_ranks
 from layline.layers import parallel
-from layline.layers.attention import TorchAttention, slot_numbers
+from layline.layers.attention import TorchAttention
+from layline.layers.cache_slots import slot_numbers
+from layline.layers.decode_attention import PaddedDecode
 from layline.layers.forward_batch import ForwardBatch
 from layline.layers.kv_cache import PlainCache
 from layline.layers.parallel import ParallelHead, VocabParallelEmbedding
@@ -47,7 +49,7 @@ class Rank:
         self.dtype = torch.bfloat16 if self.packed else torch.float32
         target = LoadTarget(device=CPU, dtype=self.dtype, packed=self.packed, max_position=CONTEXT)
         self.loader = ModelLoader(self.checkpoint, target)
-        self.backend = TorchAttention(BLOCK, CPU, self.dtype)
+        self.backend = TorchAttention(BLOCK, CPU, PaddedDecode(BLOCK, CPU, self.dtype))
         config = self.shards.config
         self.rotary = self.loader.rotary(config.rope, config.head_dim)
 

@@ -15,7 +15,10 @@ from layline.engine.runner import Runner
 from layline.engine.scheduler import BLOCK_SIZE
 from layline.engine.speculation.draft_facts import open_draft, resolve_draft
 from layline.errors import UsageError
+from layline.kernels.native.attend import CACHE_DTYPES, LANES
+from layline.kernels.native.library import native_kernels
 from layline.layers.attention import AttentionBackend, TorchAttention
+from layline.layers.decode_attention import DecodeAttention, NativeDecode, PaddedDecode
 from layline.layers.invariant_attention import InvariantAttention
 from layline.models.config import DecoderConfig
 from layline.models.decoder import Decoder
@@ -119,6 +122,18 @@ def load_alone(engine: EngineConfig, facts: ModelFacts, checkpoint: Checkpoint) 
     return loaded
 
 
+def _decode_attention(
+    facts: ModelFacts, device: torch.device, dtype: torch.dtype
+) -> DecodeAttention:
+    """The native kernel for packed models whose cache it reads, else torch, in ``dtype``."""
+    cached, size = KV_DTYPES[facts.kv_dtype], facts.config.head_dim
+    if facts.packed and cached in CACHE_DTYPES and size % LANES == 0:
+        library = native_kernels().library
+        if library is not None:
+            return NativeDecode(library, BLOCK_SIZE)
+    return PaddedDecode(BLOCK_SIZE, device, dtype)
+
+
 def load_part(
     facts: ModelFacts, checkpoint: Checkpoint, mesh: Mesh, device: torch.device
 ) -> LoadedModel:
@@ -130,7 +145,9 @@ def load_part(
     # Attention computes in the wider of the two: neither queries nor keys are rounded for it.
     # A quantised cache is read in the run's.
     wider = torch.promote_types(dtype, DTYPES.get(facts.kv_dtype, dtype))
-    backend: AttentionBackend = TorchAttention(BLOCK_SIZE, device, wider)
+    backend: AttentionBackend = TorchAttention(
+        BLOCK_SIZE, device, _decode_attention(facts, device, wider)
+    )
     if facts.batch_invariant:
         backend = InvariantAttention(BLOCK_SIZE)
     loader = ModelLoader(

@@ -17,7 +17,8 @@ from layline.engine.rank_part import RankPart, part_of
 from layline.engine.reading import Reading
 from layline.engine.row_reader import RowReader
 from layline.engine.step import MeshStep
-from layline.layers.attention import AttentionBackend, slot_numbers
+from layline.layers.attention import AttentionBackend
+from layline.layers.cache_slots import slot_numbers
 from layline.layers.forward_batch import ContextRows, ForwardBatch
 from layline.layers.parallel import compute_group
 from layline.layers.spans import SequenceSpan

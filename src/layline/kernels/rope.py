@@ -5,7 +5,12 @@ Shape suffixes: T tokens, N heads, D head size. RoPE: https://arxiv.org/abs/2104
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+Rotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""See :func:`rotate_heads_`."""
 
 
 def rotate_heads_(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from layline.layers.attention import NULL_SLOT
+from layline.layers.cache_slots import NULL_SLOT
 from layline.layers.forward_batch import AttentionPlan
 from layline.layers.kv_cache import KVCache
 from layline.layers.spans import SequenceSpan, StepPhase

@@ -14,7 +14,6 @@ from layline.boundary.factories import make_stages
 from layline.boundary.layout import BatchVariant
 from layline.boundary.mesh import Mesh
 from layline.boundary.residual import batch as residual_batch
-from layline.kernels.rope import rotate_heads_
 from layline.layers.attention import AttentionBackend
 from layline.layers.embedding import Embedding
 from layline.layers.forward_batch import ForwardBatch
@@ -81,6 +80,7 @@ class SelfAttention:
         if config.qk_norm:
             self.q_norm = loader.norm(f"{prefix}.q_norm", config.head_dim, config.norm_eps)
             self.k_norm = loader.norm(f"{prefix}.k_norm", config.head_dim, config.norm_eps)
+        self._rotate = loader.rotation()
         self._num_heads = shards.num_heads
         self._num_kv_heads = shards.num_kv_heads
         self._rotated = self._num_heads + self._num_kv_heads
@@ -103,7 +103,7 @@ class SelfAttention:
         heads_TND = qkv.view(qkv.shape[0], -1, self._head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             self._normalise_heads(heads_TND, self.q_norm, self.k_norm)
-        rotate_heads_(heads_TND[:, : self._rotated], forward_batch.rope_cos, forward_batch.rope_sin)
+        self._rotate(heads_TND[:, : self._rotated], forward_batch.rope_cos, forward_batch.rope_sin)
         kv_T2KD = heads_TND[:, self._num_heads :].view(-1, 2, self._num_kv_heads, self._head_dim)
         if forward_batch.context_parallel is not None:
             self.join_context(kv_T2KD, forward_batch)

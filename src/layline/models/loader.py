@@ -19,6 +19,7 @@ from layline.comm.groups import Group
 from layline.errors import TensorError, UsageError
 from layline.kernels.native.library import native_kernels
 from layline.kernels.native.pack import pack_native
+from layline.kernels.native.rows import RowKernels
 from layline.kernels.packed_matmul import (
     GROUP,
     ROW_ALIGNMENT,
@@ -27,6 +28,7 @@ from layline.kernels.packed_matmul import (
     pack_int8,
     quantise_rows,
 )
+from layline.kernels.rope import Rotation, rotate_heads_
 from layline.kernels.silu_mul import silu_mul, undivided_silu_mul
 from layline.layers.arena import WeightArena
 from layline.layers.embedding import Embedding
@@ -89,6 +91,7 @@ class ModelLoader:
         self._infos = checkpoint.infos()
         self._makes_weights = checkpoint.kind == "random"
         self._used: set[str] = set()
+        self._rows: RowKernels | None = None
         if target.packed:
             kernels = native_kernels()  # Compiles where it must, before threads ask for them.
             if target.batch_invariant and kernels.library is None:
@@ -96,6 +99,8 @@ class ModelLoader:
                     "batch_invariant needs the native kernels for quantised matrices, which do not "
                     f"run here: {kernels.reason}; expected a dtype other than auto"
                 )
+            if kernels.library is not None and not target.batch_invariant:
+                self._rows = RowKernels(kernels.library)
         self._claims = RowClaims()
         # Decode streams packed weights only; apart from the others they are dense in memory.
         self._arena = WeightArena(target.device)
@@ -108,16 +113,22 @@ class ModelLoader:
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """An RMS norm over ``size`` features."""
-        norm = RMSNorm(self._plain(f"{name}.weight", Region((size,))), eps)
+        norm = RMSNorm(self._plain(f"{name}.weight", Region((size,))), eps, self._rows)
         self._claims.elementwise(f"norm of {size}", norm, size)
         return norm
 
     def gated_product(self, size: int) -> RowFunction:
         """``silu(gate) * up`` of [tokens, 2 x size]."""
+        if self._rows is not None:
+            return self._rows.silu_mul
         if not self._target.batch_invariant:
             return silu_mul
         self._claims.elementwise(f"SwiGLU of {size}", undivided_silu_mul, 2 * size)
         return undivided_silu_mul
+
+    def rotation(self) -> Rotation:
+        """What rotates query and key heads in place; see :mod:`layline.kernels.rope`."""
+        return rotate_heads_ if self._rows is None else self._rows.rotate_heads_
 
     def linear(
         self,

@@ -12,7 +12,7 @@ from layline.errors import UsageError
 from layline.kernels.kv_rounding import SCALE_DTYPE
 from layline.kernels.silu_mul import silu_mul, undivided_silu_mul
 from layline.kernels.tiled_matmul import TILE, tiled_matmul
-from layline.layers.attention import slot_numbers
+from layline.layers.cache_slots import slot_numbers
 from layline.layers.invariance import RowClaims, rotation_of_rows, same_bits
 from layline.layers.invariant_attention import InvariantAttention
 from layline.layers.kv_cache import KVCache, PlainCache, QuantisedCache

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from layline.layers.attention import TorchAttention
+from layline.layers.decode_attention import PaddedDecode
 from layline.layers.kv_cache import PlainCache
 from layline.layers.linear import Linear
 from layline.layers.spans import MixedPhase, Phase, SequenceSpan, step_phase
@@ -92,7 +93,7 @@ def attended(
 
 @pytest.mark.parametrize("num_decode", [1, 3])
 def test_attention_is_bitwise_that_of_each_phase_alone(num_decode: int) -> None:
-    backend = TorchAttention(BLOCK, CPU, torch.float32)
+    backend = TorchAttention(BLOCK, CPU, PaddedDecode(BLOCK, CPU, torch.float32))
     starts = (9, 2, 14)[:num_decode]
     ones = [
         SequenceSpan(at, 1, [1 + 4 * i, 2 + 4 * i, 3 + 4 * i, 4 + 4 * i], at + 1)

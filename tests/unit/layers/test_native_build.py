@@ -102,7 +102,7 @@ def test_a_compiler_too_old_for_the_best(tmp_path: Path, monkeypatch: pytest.Mon
         tried.append(instructions)
         if instructions is not AVX2:
             raise KernelError("unknown option")
-        return library.NativeLibrary(instructions, folder, print, print, 0)
+        return library.NativeLibrary(instructions, folder, *[print] * 6, pool=0)
 
     monkeypatch.setattr(library, "load", load)
     found = choose(EVERY_FLAG, tmp_path)

@@ -99,6 +99,16 @@ class Worker:
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> float:
         """Seconds for ``new_tokens`` greedy tokens after each prompt. Raises RunError."""
+        return float(self._generate(prompts, new_tokens)["seconds"])
+
+    def decode_step(self, prompts: list[list[int]], steps: int) -> float:
+        """Seconds of one decode step after all prompts, the mean of ``steps``. Raises RunError."""
+        reply = self._generate(prompts, steps + 1)
+        if reply["first_seconds"] is None:
+            raise RunError(f"the {self.engine} worker does not tell when decoding began")
+        return float(reply["seconds"] - reply["first_seconds"]) / steps
+
+    def _generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         reply = self.ask(op="generate", prompts=prompts, new_tokens=new_tokens)
         lengths = {len(row) for row in reply["tokens"]}
         if lengths != {new_tokens} or len(reply["tokens"]) != len(prompts):
@@ -106,7 +116,7 @@ class Worker:
                 f"{self.engine} made {sorted(lengths)} tokens for {len(prompts)} prompts; "
                 f"expected {new_tokens} each"
             )
-        return float(reply["seconds"])
+        return reply
 
     def last(self) -> str:
         """The last line the process printed, for an error message."""

@@ -182,23 +182,11 @@ def measure_throughput(load: Load, progress: Callable[[str], None]) -> dict[str,
             bench.prefix(into)
             for batch in load.batches:
                 bench.decode(batch, into)
-                if rival is not None:
-                    rival_step(rival, load, bench.prompts, batch, into)
+                # Prefill of a large batch takes it long, and any batch warms it up.
+                if rival is not None and (repeat or batch == min(load.batches)):
+                    step = rival.decode_step(bench.prompts(batch), load.new_tokens)
+                    into.rival.setdefault(batch, []).append(step)
     return as_data(load, samples)
-
-
-def rival_step(
-    worker: Worker, load: Load, prompts: Callable[[int], list[list[int]]], batch: int, into: Samples
-) -> None:
-    """Seconds of another engine's decode step: many tokens less one, so that prefill cancels."""
-    short = worker.generate(prompts(batch), 1)
-    long = worker.generate(prompts(batch), load.new_tokens + 1)
-    if long <= short:
-        raise UsageError(
-            f"new_tokens {load.new_tokens} take {worker.engine} no longer than one token; "
-            "expected a larger value"
-        )
-    into.rival.setdefault(batch, []).append((long - short) / load.new_tokens)
 
 
 def as_data(load: Load, samples: Samples) -> dict[str, Any]:

@@ -6,7 +6,8 @@ file imports only the standard library at the top and nothing of Layline outside
 Requests and replies are one JSON object a line:
 ``{"op": "load", "model", "threads", "dtype", "device", "context", "batch"}`` -> ``{"version",
 "vocab_size"}``;
-``{"op": "generate", "prompts": [[int]], "new_tokens"}`` -> ``{"seconds", "tokens": [[int]]}``;
+``{"op": "generate", "prompts": [[int]], "new_tokens"}`` -> ``{"seconds", "tokens": [[int]],
+"first_seconds"}``, the time until each prompt has its first token, or null where that is not known;
 ``{"op": "memory"}`` -> ``{"peak_bytes"}``. A failure is ``{"error": text}``.
 """
 
@@ -134,6 +135,7 @@ class LlamaCpp:
             last = len(prompt) - 1
             self.decode([(t, i, sequence, i == last) for i, t in enumerate(prompt)])
             tokens[sequence].append(self.argmax(last))
+        self.first_at = time.perf_counter()
         for step in range(new_tokens - 1):
             rows = [
                 (tokens[sequence][-1], len(prompt) + step, sequence, True)
@@ -192,7 +194,10 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {"peak_bytes": peak_bytes() + sum(others)}
     start = time.perf_counter()
     tokens = engine.generate(request["prompts"], request["new_tokens"])
-    return {"seconds": time.perf_counter() - start, "tokens": tokens}
+    seconds = time.perf_counter() - start
+    first_at = getattr(engine, "first_at", None)
+    first_seconds = None if first_at is None else first_at - start
+    return {"seconds": seconds, "first_seconds": first_seconds, "tokens": tokens}
 
 
 def serve(name: str) -> None:

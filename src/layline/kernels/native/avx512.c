@@ -40,15 +40,23 @@ void round_row(const void *row, int is_bfloat16, int64_t groups, rounded block, 
     }
 }
 
-/* Vector `pair` (0 to 15) of a group: columns 2 * pair and 2 * pair + 1 of each row. */
-INLINE __m512i values(const uint8_t *group, int format, int pair)
+/* Vector `pair` (0 to 15) of a group: columns 2 * pair and 2 * pair + 1 of each row. Where `chains`
+ * is 2, odd ones of FOUR are 16 times as large: that saves half of the shifts. */
+INLINE __m512i values(const uint8_t *group, int format, int pair, int chains)
 {
     if (format & WHOLE)
         return _mm512_load_si512(group + 64 * pair);
     if (format & EIGHT)
         return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(group + 32 * pair)));
     __m512i four = _mm512_loadu_si512(group + 64 * (pair / 4));
-    return _mm512_and_si512(_mm512_srli_epi16(four, 4 * (pair % 4)), _mm512_set1_epi16(15));
+    if (chains == 2) {
+        if (pair % 4 > 1)
+            four = _mm512_srli_epi16(four, 8);
+        return _mm512_and_si512(four, _mm512_set1_epi16(pair % 2 ? 15 << 4 : 15));
+    }
+    if (pair % 4)
+        four = _mm512_srli_epi16(four, 4 * (pair % 4));
+    return pair % 4 == 3 ? four : _mm512_and_si512(four, _mm512_set1_epi16(15));
 }
 
 /* The 16 rows' scales (which = 0) or minima (1) of a group. */
@@ -68,22 +76,31 @@ INLINE void multiply(const uint8_t *tile, const int format, int64_t groups, roun
 {
     const int32_t *x = (const int32_t *)block.values;
     const float *pairs = block.scales;
+    const int chains = width < BLOCK && (format & (EIGHT | WHOLE) || width < 8) ? 2 : 1;
     __m512 sums[BLOCK];
     for (int t = 0; t < width; t++)
         sums[t] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
-        __m512i products[BLOCK];
-        for (int t = 0; t < width; t++)
+        /* A product waits for the one before it in its chain, so few tokens have two chains each. */
+        __m512i products[2 * BLOCK];
+        for (int t = 0; t < chains * width; t++)
             products[t] = _mm512_setzero_si512();
         for (int line = 0; line < group_bytes(format) && !(format & WHOLE); line += 64)
             _mm_prefetch((const char *)tile + PREFETCH + line, _MM_HINT_T0);
 #pragma GCC unroll 16
         for (int pair = 0; pair < PAIRS; pair++) {
-            __m512i w = values(tile, format, pair);
+            __m512i w = values(tile, format, pair, chains);
+            __m512i *chain = products + pair % chains * width;
 #pragma GCC unroll 12
             for (int t = 0; t < width; t++)
-                products[t] = _mm512_dpwssd_epi32(products[t], w,
-                                                  _mm512_set1_epi32(x[t * PAIRS + pair]));
+                chain[t] = _mm512_dpwssd_epi32(chain[t], w, _mm512_set1_epi32(x[t * PAIRS + pair]));
+        }
+#pragma GCC unroll 12
+        for (int t = 0; t < width && chains == 2; t++) {
+            __m512i odd = products[width + t];
+            if (!(format & (EIGHT | WHOLE)))
+                odd = _mm512_srai_epi32(odd, 4);
+            products[t] = _mm512_add_epi32(products[t], odd);
         }
         const __m512 scale = factors(tile, format, 0), minimum = factors(tile, format, 1);
 #pragma GCC unroll 12
@@ -105,7 +122,8 @@ INLINE void multiply(const uint8_t *tile, const int format, int64_t groups, roun
     case (format) * 16 + (width): \
         multiply(tile, format, groups, block, width, out); \
         break;
-#define KERNELS(format) KERNEL(format, 1) KERNEL(format, 2) KERNEL(format, 4) KERNEL(format, 8)
+#define WIDE(format) KERNEL(format, 4) KERNEL(format, 8) KERNEL(format, BLOCK)
+#define KERNELS(format) KERNEL(format, 1) KERNEL(format, 2) WIDE(format)
 
 void multiply_tile(const uint8_t *tile, int format, int64_t groups, rounded block, int width,
                    float *out)
@@ -115,9 +133,7 @@ void multiply_tile(const uint8_t *tile, int format, int64_t groups, rounded bloc
         KERNELS(FOUR | HALF)
         KERNELS(EIGHT)
         KERNELS(EIGHT | HALF)
-        KERNEL(WHOLE, 4)
-        KERNEL(WHOLE, 8)
-        KERNEL(WHOLE, BLOCK)
+        WIDE(WHOLE)
     }
 }
 
@@ -126,7 +142,7 @@ INLINE void expand(const uint8_t *tile, const int format, int64_t groups, uint8_
     for (int64_t g = 0; g < groups; g++) {
 #pragma GCC unroll 16
         for (int pair = 0; pair < PAIRS; pair++)
-            _mm512_store_si512(whole + 64 * pair, values(tile, format, pair));
+            _mm512_store_si512(whole + 64 * pair, values(tile, format, pair, 1));
         _mm512_store_ps(whole + values_bytes(WHOLE), factors(tile, format, 0));
         _mm512_store_ps(whole + values_bytes(WHOLE) + 64, factors(tile, format, 1));
         tile += group_bytes(format);

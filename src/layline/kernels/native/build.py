@@ -18,7 +18,7 @@ from pathlib import Path
 from layline.errors import KernelError
 
 SOURCES = Path(__file__).parent
-COMMON = ("packed.h", "matmul.c", "pack.c")
+COMMON = ("work.h", "packed.h", "vectors.h", "matmul.c", "pack.c", "rows.c", "attend.c")
 COMPILERS = ("gcc", "cc", "clang")
 OPTIONS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-shared")
 LONGEST_COMPILATION = 120.0  # Seconds.

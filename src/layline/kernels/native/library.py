@@ -31,6 +31,23 @@ class Matrix(ctypes.Structure):
     )
 
 
+_TYPES = {
+    "p": ctypes.c_void_p,
+    "n": ctypes.c_int64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+}
+# What the C functions take, a letter each, and what they return.
+_SIGNATURES: dict[str, tuple[str, type[ctypes.c_int] | None]] = {
+    "matmul": ("pppniip", ctypes.c_int),
+    "pack": ("ppppp", None),
+    "silu_mul": ("ppnnip", None),
+    "add_norm": ("pppfppnnip", None),
+    "rotate": ("pppnnnnnip", None),
+    "attend": ("pinnpnnfppnnpip", ctypes.c_int),
+}
+
+
 @dataclass(frozen=True)
 class NativeLibrary:
     """The functions of one compiled library, and the address of torch's ``GOMP_parallel``."""
@@ -39,6 +56,10 @@ class NativeLibrary:
     path: Path
     matmul: Callable[..., int]
     pack: Callable[..., None]
+    silu_mul: Callable[..., None]
+    add_norm: Callable[..., None]
+    rotate: Callable[..., None]
+    attend: Callable[..., int]
     pool: int
 
 
@@ -81,14 +102,13 @@ def load(instructions: InstructionSet, folder: Path) -> NativeLibrary:
     path = compiled(instructions, folder)
     try:
         library = ctypes.CDLL(str(path))
-        matmul, pack = library.layline_matmul, library.layline_pack
+        functions = {name: getattr(library, f"layline_{name}") for name in _SIGNATURES}
     except (OSError, AttributeError) as error:
         raise KernelError(f"{path} cannot be loaded: {error}") from None
-    pointer = ctypes.c_void_p
-    counts = [ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
-    matmul.argtypes, matmul.restype = [pointer] * 3 + [*counts, pointer], ctypes.c_int
-    pack.argtypes, pack.restype = [pointer] * 5, None
-    return NativeLibrary(instructions, path, matmul, pack, pool)
+    for name, (takes, returns) in _SIGNATURES.items():
+        functions[name].argtypes = [_TYPES[letter] for letter in takes]
+        functions[name].restype = returns
+    return NativeLibrary(instructions, path, **functions, pool=pool)
 
 
 @functools.cache

@@ -9,61 +9,54 @@
 #include <string.h>
 
 enum {
-    STORED_MOST = 8,         /* Tokens that multiply with a tile as it is stored. */
+    STORED_MOST = 36,        /* Tokens that multiply with a tile as it is stored. */
     CHUNK = 20 * BLOCK,      /* Tokens rounded at a time, so that they stay in the nearer caches. */
     SERIAL_VALUES = 1 << 14, /* Fewer activations are rounded by the calling thread alone. */
-    TURNS = 2,               /* Pieces of work a thread, so that a busy core gets fewer. */
 };
 
-/* GOMP_parallel, which libgomp exports and other OpenMP libraries imitate. */
-typedef void parallel_function(void (*work)(void *), void *data, unsigned threads, unsigned flags);
-
-/* What the threads of one call share; they take items by counting `next` up. */
+/* What the threads of one call share. */
 typedef struct {
+    work work;
     const matrix *weight;
     const uint8_t *x;
     float *out;
-    int64_t tokens;
+    int64_t tokens, block; /* All of them, and those of a block. */
     int32_t is_bfloat16, failed;
     rounded blocks;
-    int64_t next, items, share;
 } job;
 
-INLINE int64_t least(int64_t a, int64_t b)
+/* The width of the narrowest kernel for `count` tokens. */
+INLINE int width_for(int64_t count, int stored)
 {
-    return a < b ? a : b;
-}
-
-INLINE int64_t ceiling(int64_t a, int64_t b)
-{
-    return (a + b - 1) / b;
-}
-
-/* How many tokens block `block` has, and the width of the narrowest kernel for them. */
-INLINE int64_t count_of(const job *job, int64_t block)
-{
-    return least(job->tokens - block * BLOCK, BLOCK);
-}
-
-INLINE int width_of(const job *job, int64_t block)
-{
-    int64_t count = count_of(job, block);
-    if (count <= 2 && job->tokens <= STORED_MOST)
+    if (count <= 2 && stored)
         return count;
     return count <= 4 ? 4 : count <= 8 ? 8 : BLOCK;
 }
 
-INLINE rounded block_at(const job *job, int64_t block)
+/* Tokens of a block. Few tokens make the fewest blocks, as equal as the widths allow: two blocks
+ * of 8 rather than 12 and 4. */
+INLINE int64_t block_for(int64_t tokens)
 {
-    int64_t before = block * BLOCK * job->weight->groups;
-    return (rounded){job->blocks.values + before * GROUP, job->blocks.scales + before * 2};
+    if (tokens > STORED_MOST)
+        return BLOCK;
+    return width_for(ceiling(tokens, ceiling(tokens, BLOCK)), 1);
 }
 
-static int take(job *job, int64_t *first, int64_t *last)
+/* How many tokens block `block` has, and the kernel's width for them. */
+INLINE int64_t count_of(const job *job, int64_t block)
 {
-    *first = __atomic_fetch_add(&job->next, job->share, __ATOMIC_RELAXED);
-    *last = least(*first + job->share, job->items);
-    return *first < job->items;
+    return least(job->tokens - block * job->block, job->block);
+}
+
+INLINE int width_of(const job *job, int64_t block)
+{
+    return width_for(count_of(job, block), job->tokens <= STORED_MOST);
+}
+
+INLINE rounded block_at(const job *job, int64_t block)
+{
+    int64_t before = block * job->block * job->weight->groups;
+    return (rounded){job->blocks.values + before * GROUP, job->blocks.scales + before * 2};
 }
 
 /* Items are blocks of tokens. Tokens that only fill a block up are zeros. */
@@ -73,13 +66,13 @@ static void round_blocks(void *data)
     const int64_t groups = job->weight->groups;
     const int64_t row_bytes = groups * GROUP * (job->is_bfloat16 ? 2 : 4);
     int64_t block, last;
-    while (take(job, &block, &last))
+    while (take(&job->work, &block, &last))
         for (; block < last; block++) {
             const int64_t count = count_of(job, block);
             const int width = width_of(job, block);
             const rounded at = block_at(job, block);
             for (int t = 0; t < count; t++)
-                round_row(job->x + (block * BLOCK + t) * row_bytes, job->is_bfloat16, groups, at,
+                round_row(job->x + (block * job->block + t) * row_bytes, job->is_bfloat16, groups, at,
                           t, width);
             for (int64_t g = 0; g < groups && count < width; g++) {
                 memset(at.values + (g * width + count) * GROUP, 0, (width - count) * GROUP * 2);
@@ -91,11 +84,11 @@ static void round_blocks(void *data)
 static void multiply_blocks(const job *job, int64_t tile, const uint8_t *values, int format)
 {
     const int64_t rows = job->weight->rows, filled = least(rows - tile * TILE, TILE);
-    for (int64_t block = 0; block * BLOCK < job->tokens; block++) {
+    for (int64_t block = 0; block * job->block < job->tokens; block++) {
         float products[BLOCK * TILE];
         multiply_tile(values, format, job->weight->groups, block_at(job, block),
                       width_of(job, block), products);
-        float *out = job->out + block * BLOCK * rows + tile * TILE;
+        float *out = job->out + block * job->block * rows + tile * TILE;
         for (int64_t t = 0; t < count_of(job, block); t++)
             memcpy(out + t * rows, products + t * TILE, filled * 4);
     }
@@ -116,7 +109,7 @@ static void multiply_tiles(void *data)
         }
     }
     int64_t tile, last;
-    while (take(job, &tile, &last))
+    while (take(&job->work, &tile, &last))
         for (; tile < last; tile++) {
             const uint8_t *stored = weight->tiles + tile * tile_bytes;
             if (whole)
@@ -124,17 +117,6 @@ static void multiply_tiles(void *data)
             multiply_blocks(job, tile, whole ? whole : stored, whole ? WHOLE : weight->format);
         }
     free(whole);
-}
-
-static void run(job *job, void (*work)(void *), int64_t items, int threads, parallel_function *pool)
-{
-    job->next = 0;
-    job->items = items;
-    job->share = threads > 1 ? ceiling(items, (int64_t)threads * TURNS) : items;
-    if (threads > 1)
-        pool(work, job, threads, 0);
-    else
-        work(job);
 }
 
 /* out [tokens, rows] FP32 = x [tokens, 32 * groups] @ weight.T, both contiguous; x is FP32 or
@@ -154,8 +136,9 @@ int layline_matmul(const matrix *weight, const uint8_t *x, float *out, int64_t t
         job.x = x + first * row_bytes;
         job.out = out + first * weight->rows;
         job.tokens = least(tokens - first, CHUNK);
+        job.block = block_for(job.tokens);
         const int few = job.tokens * weight->groups * GROUP < SERIAL_VALUES;
-        run(&job, round_blocks, ceiling(job.tokens, BLOCK), few ? 1 : threads, pool);
+        run(&job, round_blocks, ceiling(job.tokens, job.block), few ? 1 : threads, pool);
         run(&job, multiply_tiles, ceiling(weight->rows, TILE), threads, pool);
     }
     free(scratch);

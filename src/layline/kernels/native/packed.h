@@ -13,9 +13,9 @@
 #ifndef LAYLINE_PACKED_H
 #define LAYLINE_PACKED_H
 
-#include <stdint.h>
+#include "work.h"
 
-#define INLINE static inline __attribute__((always_inline))
+#include <stdint.h>
 
 enum { GROUP = 32, TILE = 16, PAIRS = GROUP / 2, BLOCK = 12 };
 enum { FOUR = 0, EIGHT = 1, HALF = 2, WHOLE = 4 };
@@ -60,7 +60,8 @@ void round_row(const void *row, int is_bfloat16, int64_t groups, rounded block, 
 /* A tile of any stored format in the format WHOLE. */
 void expand_tile(const uint8_t *tile, int format, int64_t groups, uint8_t *whole);
 
-/* Products of one tile with `width` tokens, FP32 [width, 16]; 1, 2, 4, 8 or, of WHOLE, BLOCK. */
+/* Products of one tile with `width` tokens, FP32 [width, 16]: 4, 8 or BLOCK, of stored formats also
+ * 1 or 2. */
 void multiply_tile(const uint8_t *tile, int format, int64_t groups, rounded block, int width,
                    float *out);
 
