@@ -97,7 +97,8 @@ class ToyPipeline:
         self.runtime = self._runtime(fence, placement)
         layers = resident_devices(fence, placement, sharded=self.sharded)
         site = Site(placement, Residency(layers, placement.primary))
-        self.loops = Loops(self.runtime, self.doors, site, self.warnings.append)
+        runtime = self.runtime
+        self.loops = Loops(runtime, self.doors, site, self.warnings.append, runtime.pending)
 
     def _runtime(self, fence: Fence, placement: Placement) -> PipelineRuntime:
         stages = []

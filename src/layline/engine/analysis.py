@@ -75,7 +75,7 @@ def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
     try:
         # Without shared blocks every trial computes what its plan says.
         scheduler = MeshScheduler.of(config, executor.num_blocks, shares=False)
-        engine = Engine(model, scheduler, recorded, overlaps=config.overlaps)
+        engine = Engine(model, scheduler, recorded, in_flight=model.in_flight(config))
         requests = [
             engine.submit(
                 prompt,

@@ -145,10 +145,13 @@ class MeshScheduler:
         self._prefer = Phase.PREFILL
 
     @classmethod
-    def of(cls, engine: EngineConfig, num_blocks: int, *, shares: bool = True) -> MeshScheduler:
+    def of(
+        cls, engine: EngineConfig, num_blocks: int, *, shares: bool = True, num_stages: int = 1
+    ) -> MeshScheduler:
         """The schedulers that a configuration asks for, each over ``num_blocks`` cache blocks.
 
-        ``shares`` False keeps requests from sharing blocks even where the configuration allows it.
+        ``shares`` False keeps requests from sharing blocks even where the configuration allows it;
+        ``num_stages`` are those of the pipeline.
         """
         shares = shares and engine.prefix_cache
         parts = [
@@ -157,6 +160,7 @@ class MeshScheduler:
                 block_size=BLOCK_SIZE,
                 max_running=engine.max_running,
                 prefill_tokens=engine.prefill_tokens,
+                num_stages=num_stages,
             )
             for _ in range(engine.attn_dp)
         ]

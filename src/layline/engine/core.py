@@ -32,7 +32,7 @@ class Engine:
     """Runs requests to their end, many at a time, on one model.
 
     Calls may come from several threads: one runs at a time, and each step serves every request.
-    With ``overlaps`` a step is planned and launched before the tokens of the one before are read.
+    With several steps ``in_flight`` one is launched before the tokens of those before it are read.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Engine:
         times: StepTimes | None = None,
         speculation: Speculation | None = None,
         *,
-        overlaps: bool = False,
+        in_flight: int = 1,
     ) -> None:
         self.times = times or StepTimes()
         self._model = model
         self._scheduler = scheduler
-        self._steps = StepQueue(scheduler, executor, self.times, overlaps=overlaps)
+        self._steps = StepQueue(scheduler, executor, self.times, most=in_flight)
         self._executor = executor
         self._speculation = speculation
         self._constraints = ConstraintCompiler(model.tokenizer)

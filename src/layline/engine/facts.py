@@ -12,6 +12,7 @@ from layline.errors import UsageError
 from layline.models.config import DecoderConfig
 from layline.models.parallel import check_degrees
 from layline.models.registry import family_of
+from layline.pipeline.fence import Fence
 from layline.text.tokenizer import Tokenizer, load_tokenizer
 from layline.weights.checkpoint import Checkpoint
 from layline.weights.embedding_checkpoint import pooling_of
@@ -60,12 +61,30 @@ class ModelFacts:
 class ServedModel:
     """What the engine needs of a model: facts and text, no weights.
 
-    ``draft`` are the facts of the draft model, where there is one.
+    ``draft`` are the facts of the draft model, where there is one; ``fence`` is what cuts the
+    layers into pipeline stages, None for one stage.
     """
 
     facts: ModelFacts
     tokenizer: Tokenizer
     draft: ModelFacts | None = None
+    fence: Fence | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return 1 if self.fence is None else len(self.fence) - 1
+
+    def in_flight(self, engine: EngineConfig) -> int:
+        """Steps that are under way at a time.
+
+        Two on one stage: a third would only make requests wait longer for their first step. On
+        several as many as there are, even where one stage would not gain by it.
+        """
+        if self.num_stages == 1:
+            return 2 if engine.overlaps else 1
+        alone = engine.overlap is False or engine.speculative != "off"
+        return 1 if alone else self.num_stages
 
     @property
     def valid_vocab(self) -> int:

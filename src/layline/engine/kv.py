@@ -38,13 +38,16 @@ def local_heads(config: DecoderConfig, attn_tp: int = 1) -> int:
     return max(1, config.num_kv_heads // attn_tp)
 
 
-def slot_bytes(config: DecoderConfig, dtype: torch.dtype, attn_tp: int = 1) -> int:
-    """Bytes that one token takes on one rank over all layers, scales included.
+def slot_bytes(
+    config: DecoderConfig, dtype: torch.dtype, attn_tp: int = 1, num_layers: int | None = None
+) -> int:
+    """Bytes that one token takes on one rank, scales included; ``None`` stands for all layers.
 
     ``dtype`` is that of the stored values.
     """
+    layers = config.num_layers if num_layers is None else num_layers
     head = config.head_dim * dtype.itemsize + (SCALE_BYTES if dtype in LARGEST else 0)
-    return config.num_layers * 2 * local_heads(config, attn_tp) * head
+    return layers * 2 * local_heads(config, attn_tp) * head
 
 
 def num_blocks(engine: EngineConfig, room: Room) -> int:
@@ -92,9 +95,12 @@ class CacheShape:
     computed: torch.dtype
 
 
-def allocate(config: DecoderConfig, shape: CacheShape) -> list[KVCache]:
-    """One zeroed cache a layer."""
-    return [_cache(config.head_dim, shape) for _ in range(config.num_layers)]
+def allocate(
+    config: DecoderConfig, shape: CacheShape, num_layers: int | None = None
+) -> list[KVCache]:
+    """One zeroed cache a layer; ``None`` stands for all of them."""
+    layers = config.num_layers if num_layers is None else num_layers
+    return [_cache(config.head_dim, shape) for _ in range(layers)]
 
 
 def _cache(head_dim: int, shape: CacheShape) -> KVCache:

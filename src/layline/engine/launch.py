@@ -12,16 +12,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from layline.config import LOOPBACK, EngineConfig, door_environment, threads_of_rank
+from layline.boundary.layout import BatchVariant
+from layline.config import (
+    AUTO_SPLITS,
+    LOOPBACK,
+    EngineConfig,
+    door_environment,
+    threads_of_rank,
+)
 from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel, open_model
 from layline.engine.speculation.draft_facts import with_draft
 from layline.engine.step_times import StepTimes
 from layline.errors import UsageError
-from layline.pipeline.doors import STAGES, Doors, PipelineFlags
+from layline.pipeline.doors import Doors, PipelineFlags
+from layline.pipeline.fence import Fence
 
 
 def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[ServedModel, Executor]:
@@ -34,7 +42,6 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
     """
     from layline.engine import elastic
 
-    refuse_pipeline(engine.pp_stages, "pp_stages")
     joined = elastic.joined_world()
     if joined is not None:
         joined.check(engine.topology())
@@ -42,9 +49,16 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
             raise SystemExit(elastic.follow(joined))
     model, checkpoint = open_model(engine)
     try:
-        fence = open_doors(engine).fence(model.facts.config.num_layers)
-        refuse_pipeline(None if fence is None else len(fence) - 1, STAGES)
+        doors = open_doors(engine)
+        fence = doors.fence(model.facts.config.num_layers)
+        if fence is not None:
+            refuse_beside_stages(engine, len(fence) - 1)
         model = with_draft(engine, model)
+        if fence is not None:
+            from layline.engine.pipeline_load import load_pipeline
+
+            executor = load_pipeline(engine, model.facts, checkpoint, fence, doors, times)
+            return replace(model, fence=fence), executor
         if engine.topology().is_single:
             from layline.engine.local import LocalExecutor
             from layline.engine.model import load_alone
@@ -60,15 +74,36 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
 def open_doors(engine: EngineConfig) -> Doors:
     """The pipeline's doors, with warnings to the log: where none is set up, that is stderr."""
     log = logging.getLogger("layline.pipeline")
-    return Doors(door_environment(), PipelineFlags.of(engine), log.warning)
+
+    def balanced(num_stages: int) -> Fence:
+        from layline.engine.pipeline_plan import plan_pipeline
+        from layline.engine.planned import open_plan
+
+        flags = {**asdict(engine), "pp_stages": num_stages, "pp_splits": AUTO_SPLITS}
+        planned = open_plan(engine.model, flags, BatchVariant.ORDINARY.value)
+        found = plan_pipeline(planned, EngineConfig(**flags), {}, log.warning)
+        assert found is not None, "several stages were asked for"
+        return found.fence
+
+    return Doors(door_environment(), PipelineFlags.of(engine), log.warning, balanced)
 
 
-def refuse_pipeline(num_stages: int | None, name: str) -> None:
-    """Raise UsageError for more than one pipeline stage, which ``name`` asked for."""
-    if num_stages is not None and num_stages > 1:
+def refuse_beside_stages(engine: EngineConfig, num_stages: int) -> None:
+    """Raise UsageError for what does not run over several pipeline stages yet."""
+    topology = engine.topology()
+    for name, value, allowed in (
+        ("pp_processes", engine.pp_processes, 1),
+        ("tp", topology.tp, 1),
+    ):
+        if value != allowed:
+            raise UsageError(
+                f"{name} {value} does not run with {num_stages} pipeline stages in this version; "
+                f"expected {allowed}, or pp_stages 1"
+            )
+    if engine.speculative == "draft":
         raise UsageError(
-            f"{name} {num_stages} cannot run in this version; expected 1 (layline plan shows the "
-            "pipeline)"
+            f"speculative draft does not run with {num_stages} pipeline stages in this version; "
+            "expected ngram, or pp_stages 1"
         )
 
 

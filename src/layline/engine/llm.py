@@ -62,7 +62,10 @@ class LLM:
         times = StepTimes()
         self._model, executor = launch(self.engine_config, times)
         scheduler = MeshScheduler.of(
-            self.engine_config, executor.num_blocks, shares=self._model.facts.shares_prefixes
+            self.engine_config,
+            executor.num_blocks,
+            shares=self._model.facts.shares_prefixes,
+            num_stages=self._model.num_stages,
         )
         speculation = make_speculation(self.engine_config, self._model, scheduler, executor)
         self._engine = Engine(
@@ -71,7 +74,7 @@ class LLM:
             executor,
             times,
             speculation,
-            overlaps=self.engine_config.overlaps,
+            in_flight=self._model.in_flight(self.engine_config),
         )
         self._executor = executor
         # With the engine, not with this object: streams may outlive it.

@@ -24,6 +24,7 @@ from layline.models.config import DecoderConfig
 from layline.models.decoder import Decoder
 from layline.models.loader import LoadTarget, ModelLoader
 from layline.models.registry import family_of
+from layline.models.stack import LayerRange
 from layline.weights.checkpoint import Checkpoint
 from layline.weights.opening import open_checkpoint
 
@@ -52,6 +53,11 @@ class LoadedModel:
     num_blocks: int = 0
     draft: LoadedModel | None = None
 
+    @property
+    def part(self) -> LayerRange:
+        """The layers that are here: all, or those of a pipeline stage."""
+        return self.runner.model.part
+
     def attach(self, draft: LoadedModel) -> None:
         """Take a draft model in, before the cache is sized."""
         self.draft = draft
@@ -75,17 +81,19 @@ class LoadedModel:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the key-value cache."""
-        return self.num_blocks * BLOCK_SIZE * self._slot_bytes
+        return self.num_blocks * BLOCK_SIZE * self.slot_bytes
 
     @property
-    def _slot_bytes(self) -> int:
-        own = kv.slot_bytes(self.config, self.kv_dtype, self.facts.spec.topology.attn_tp)
-        return own if self.draft is None else own + self.draft._slot_bytes
+    def slot_bytes(self) -> int:
+        """Bytes that a token takes in the layers that are here."""
+        attn_tp, layers = self.facts.spec.topology.attn_tp, len(self.part)
+        own = kv.slot_bytes(self.config, self.kv_dtype, attn_tp, layers)
+        return own if self.draft is None else own + self.draft.slot_bytes
 
     def fitting_blocks(self, engine: EngineConfig, local_ranks: int = 1) -> int:
         """Blocks that this rank's cache can have. Raises UsageError when that is too few."""
         return kv.num_blocks(
-            engine, kv.Room(self._slot_bytes, self.facts.max_model_len, self.device, local_ranks)
+            engine, kv.Room(self.slot_bytes, self.facts.max_model_len, self.device, local_ranks)
         )
 
     @torch.inference_mode()
@@ -93,7 +101,8 @@ class LoadedModel:
         """Allocate the cache and give it to the layers."""
         heads = kv.local_heads(self.config, self.facts.spec.topology.attn_tp)
         shape = kv.CacheShape(num_blocks, heads, self.device, self.kv_dtype, self.dtype)
-        self.runner.model.bind_cache(kv.allocate(self.config, shape))
+        caches = kv.allocate(self.config, shape, len(self.part))
+        self.runner.model.bind_cache(caches)
         self.num_blocks = num_blocks
         if self.draft is not None:
             self.draft.bind_cache(num_blocks)
@@ -135,11 +144,16 @@ def _decode_attention(
 
 
 def load_part(
-    facts: ModelFacts, checkpoint: Checkpoint, mesh: Mesh, device: torch.device
+    facts: ModelFacts,
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    device: torch.device,
+    part: LayerRange | None = None,
 ) -> LoadedModel:
     """Load what the rank of ``mesh`` holds; the cache is bound later, when all ranks know its size.
 
-    Every rank of the mesh must call it. Raises CheckpointError for a file that does not fit.
+    ``part`` is a pipeline stage's; without it all layers are loaded. Every rank of the mesh must
+    call it. Raises CheckpointError for a file that does not fit.
     """
     dtype = DTYPES[facts.dtype]
     # Attention computes in the wider of the two: neither queries nor keys are rounded for it.
@@ -162,8 +176,8 @@ def load_part(
     )
     with torch.inference_mode():
         stack = tuple(family_of(checkpoint.config).stack(facts.config))
-        model = Decoder(facts.config, stack, loader, backend, mesh)
-        loader.finish()
+        model = Decoder(facts.config, stack, loader, backend, mesh, part)
+        loader.finish(part)
     runner = Runner(model, backend, BLOCK_SIZE, device, mesh, facts.cp_layout)
     return LoadedModel(facts, runner, device, dtype, model.num_bytes)
 

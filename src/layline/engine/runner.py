@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class Runner:
         self._backend = backend
         self._block_size = block_size
         self._device = device
-        self._windows = frozenset(model.config.windows)
+        self._windows = model.windows
         self._mesh = mesh or Mesh()
         self._cp_layout = cp_layout
         self._cp_group = compute_group(self._mesh, GroupName.ATTN_CP)
@@ -65,19 +65,42 @@ class Runner:
         self, step: MeshStep, sampled: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, list[Reading | FailedRow]]:
         """Logits as :meth:`run` gives them, and what the step's reads on this DP rank give."""
-        hidden = self.hidden_states(step, sampled)
+        return self.finish(self.hidden_states(step, sampled), step)
+
+    def finish(
+        self, hidden: torch.Tensor, step: MeshStep
+    ) -> tuple[torch.Tensor, list[Reading | FailedRow]]:
+        """What :meth:`run_reading` gives, of hidden states that are there already."""
         here = self._mesh.topology.coordinates
-        reader = RowReader(self.model, self._cp_group, here.attn_cp)
         logits = self.score(hidden, step)
-        return logits, reader.read(hidden, step.parts[here.attn_dp], self._part(step))
+        part = step.parts[here.attn_dp]
+        if not part.reads:
+            return logits, []
+        reader = RowReader(self.model, self._cp_group, here.attn_cp)
+        return logits, reader.read(hidden, part, self._part(step))
 
     def hidden_states(self, step: MeshStep, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Normalised hidden states of this rank's rows, [tokens, hidden]; the cache is written."""
+        hidden = self.walk(step, None, sampled)
+        assert isinstance(hidden, torch.Tensor), "one stage has both ends"
+        return hidden
+
+    def walk(
+        self,
+        step: MeshStep,
+        entering: Mapping[str, torch.Tensor] | None,
+        sampled: torch.Tensor | None = None,
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """This pipeline stage's part of a step, as Decoder.run_stage gives it.
+
+        ``entering`` is what the stage before returned; the first stage has None, and ``sampled`` as
+        :meth:`run`.
+        """
         part = self._part(step)
-        ids = self._ids.of(part.token_ids, sampled)
         batch = self._batch(step, part)
+        ids = self._ids.of(part.token_ids, sampled) if entering is None else entering
         self.clock.lap("prepare")
-        return self.model.forward(ids, batch)
+        return self.model.run_stage(ids, batch)
 
     def score(self, hidden: torch.Tensor, step: MeshStep) -> torch.Tensor:
         """Logits of those rows of ``hidden`` that the step samples from, on this DP rank.

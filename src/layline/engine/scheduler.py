@@ -44,9 +44,17 @@ class Scheduler:
     """Holds waiting and running requests and the blocks they own."""
 
     def __init__(
-        self, pool: BlockPool, *, block_size: int, max_running: int, prefill_tokens: int
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_running: int,
+        prefill_tokens: int,
+        num_stages: int = 1,
     ) -> None:
+        """On several pipeline stages as many steps are under way, each with other requests."""
         self._pool = pool
+        self._num_stages = num_stages
         self._block_size = block_size
         self._max_running = max_running
         self._prefill_tokens = prefill_tokens
@@ -369,7 +377,10 @@ class Scheduler:
 
     def _decode(self) -> EntryRows:
         running = [each.request for each in self._running.values()]
-        ready = self._grow([each for each in running if each.is_prefilled and not each.must_end])
+        ready = [each for each in running if each.is_prefilled and not each.must_end]
+        if self._num_stages > 1:
+            ready = self._microbatch(ready)
+        ready = self._grow(ready)
         entries: list[StepEntry] = []
         token_ids: list[int] = []
         replayed = 0
@@ -392,6 +403,11 @@ class Scheduler:
                 entries.append(StepEntry(request, span, position + 1 == known))
             token_ids.extend(request.token_ids(start, stop))
         return entries, token_ids
+
+    def _microbatch(self, ready: list[Request]) -> list[Request]:
+        """A stage's share of those that decode, none of whose tokens is under way."""
+        share = -(-len(ready) // self._num_stages)
+        return [request for request in ready if not request.num_pending][:share]
 
     def _grow(self, ready: list[Request]) -> list[Request]:
         """Give a block to each request that has filled its last; those of ``ready`` that go on."""

@@ -47,13 +47,13 @@ class StepQueue:
         executor: Executor,
         times: StepTimes,
         *,
-        overlaps: bool,
+        most: int,
     ) -> None:
+        """``most`` steps are under way at a time."""
         self._scheduler = scheduler
         self._times = times
         self._executor = executor
-        # Two: a third would only make requests wait longer for their first step.
-        self._most = 2 if overlaps else 1
+        self._most = most
         self._flights: deque[_Flight] = deque()
         self.num_ahead = 0
 

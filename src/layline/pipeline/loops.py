@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from layline.errors import RunError
 from layline.pipeline.cells import Cell
@@ -33,8 +33,8 @@ from layline.pipeline.guards import (
 )
 from layline.pipeline.payload import Payload
 from layline.pipeline.placement import Placement, Residency
-from layline.pipeline.readback import PendingLogits
 from layline.pipeline.runtime import PipelineRuntime
+from layline.pipeline.streams import Stream
 
 MOST_DEFERRED = 4
 """Steps that deferred decode may have in flight."""
@@ -79,10 +79,21 @@ class Site:
     residency: Residency
 
 
-class Loops:
+class Waitable(Protocol):
+    """A step's result on its way."""
+
+    def is_done(self) -> bool: ...
+
+
+Read = TypeVar("Read", bound=Waitable)
+Reader = Callable[[Cell[Any], Stream], Read]
+"""How results are read: :meth:`PipelineRuntime.pending` or :meth:`PipelineRuntime.outcome`."""
+
+
+class Loops(Generic[Read]):
     """Steps on a runtime. One host thread at a time calls.
 
-    ``report`` gets a line for each loop that runs without a split.
+    ``report`` gets a line for each loop that runs without a split; ``read`` follows each walk.
     """
 
     def __init__(
@@ -91,12 +102,14 @@ class Loops:
         doors: LoopDoors,
         site: Site,
         report: Callable[[str], None],
+        read: Reader[Read],
     ) -> None:
         self.runtime = runtime
+        self._read = read
         self._doors = doors
         self._site = site
         self._unwired = UnwiredLoops(report)
-        self._under_way: list[PendingLogits] = []
+        self._under_way: list[Read] = []
 
     @property
     def _count(self) -> Callable[..., None]:
@@ -106,16 +119,16 @@ class Loops:
     def _splits(self) -> bool:
         return Fault.NEVER_SPLIT not in self.runtime.faults
 
-    def eager(self, step: Any, entering: Cell[Payload] | None = None) -> PendingLogits:
+    def eager(self, step: Any, entering: Cell[Payload] | None = None) -> Read:
         """One step; wait for it before the next. With streams off it is on one stream."""
         if not self._doors.streams or not self._splits:
             return self._unsplit(step, entering)
         result = self.runtime.walk(step, entering, overlap=self._doors.overlap)
         self.runtime.publish_to(self.runtime.caller)
         self._count("eager_splits")
-        return self.runtime.pending(result)
+        return self._split(result)
 
-    def deferred(self, step: Any, entering: Cell[Payload] | None = None) -> PendingLogits:
+    def deferred(self, step: Any, entering: Cell[Payload] | None = None) -> Read:
         """One of up to four steps in flight: the caller reads each when it likes.
 
         Raises UnsplitError where that is refused, and RunError for a fifth that nobody reads.
@@ -133,33 +146,43 @@ class Loops:
             )
         if not self._splits:
             return self._unsplit(step, entering)
-        pending = self.runtime.pending(self.runtime.walk(step, entering, overlap=True))
+        pending = self._split(self.runtime.walk(step, entering, overlap=True))
         self._count("deferred_splits")
         self._under_way.append(pending)
         return pending
 
     def batch(
         self, microbatches: Sequence[Any], entering: Sequence[Cell[Payload] | None] | None = None
-    ) -> list[PendingLogits]:
+    ) -> list[Read]:
         """A step in microbatches of disjoint requests, which follow each other through the stages.
 
         Raises UnsplitError when the door is shut and weights are remote.
         """
         entering = entering or [None] * len(microbatches)
+        alternates = len(microbatches) > 1
         pairs = zip(microbatches, entering, strict=True)
-        if not self._doors.batch or not self._splits:
-            allowed = self._doors.allow_unsplit_batch
-            self._refuse("batched decode", _BATCH_WAY, allowed=allowed)
-            return [self._unsplit(step, cell) for step, cell in pairs]
-        found = []
-        for step, cell in pairs:
-            result = self.runtime.walk(step, cell, overlap=len(microbatches) > 1)
-            self._count("batch_splits")
-            found.append(self.runtime.pending(result))
-        self.runtime.publish_to(self.runtime.caller)
+        found = [self.microbatch(step, cell, overlap=alternates) for step, cell in pairs]
+        if self._batch_splits:
+            self.runtime.publish_to(self.runtime.caller)
         return found
 
-    def verify(self, step: Any, entering: Cell[Payload] | None = None) -> PendingLogits:
+    def microbatch(
+        self, step: Any, entering: Cell[Payload] | None = None, *, overlap: bool = True
+    ) -> Read:
+        """One microbatch, of requests that no other one under way has. Raises as :meth:`batch`."""
+        if not self._batch_splits:
+            allowed = self._doors.allow_unsplit_batch
+            self._refuse("batched decode", _BATCH_WAY, allowed=allowed)
+            return self._unsplit(step, entering)
+        result = self.runtime.walk(step, entering, overlap=overlap)
+        self._count("batch_splits")
+        return self._split(result)
+
+    @property
+    def _batch_splits(self) -> bool:
+        return self._doors.batch and self._splits
+
+    def verify(self, step: Any, entering: Cell[Payload] | None = None) -> Read:
         """One step that scores a request's drafts. Raises UnsplitError as :meth:`batch` does."""
         if not self._doors.verify or not self._splits:
             self._refuse("verification", _VERIFY_WAY)
@@ -167,9 +190,9 @@ class Loops:
         result = self.runtime.walk(step, entering, overlap=self._doors.overlap)
         self.runtime.publish_to(self.runtime.caller)
         self._count("verify_splits")
-        return self.runtime.pending(result)
+        return self._split(result)
 
-    def prime(self, chunks: Sequence[Any]) -> list[PendingLogits]:
+    def prime(self, chunks: Sequence[Any]) -> list[Read]:
         """The chunks of one prompt or several, in order; what each leaves on the last stage.
 
         Raises UnsplitError where stages share a device and chunks would overlap.
@@ -191,15 +214,13 @@ class Loops:
         self.runtime.publish_to(self.runtime.caller)
         return found
 
-    def _prime_chunk(
-        self, chunk: Any, number: int, watch: WalkerWatch, *, overlap: bool
-    ) -> PendingLogits:
+    def _prime_chunk(self, chunk: Any, number: int, watch: WalkerWatch, *, overlap: bool) -> Read:
         def within(stage: int) -> AbstractContextManager[None]:
             return watch.walking(stage, number)
 
         result = self.runtime.walk(chunk, overlap=overlap, within=within)
         self._count("prime_split_chunks")
-        return self.runtime.pending(result)
+        return self._split(result)
 
     def unwired(self, loop: str, alternative: str) -> None:
         """For a loop that has no split: warns once, or refuses where weights are remote."""
@@ -213,7 +234,10 @@ class Loops:
     def _refuse(self, path: str, alternative: str, *, allowed: bool = False) -> None:
         refuse_unsplit_if_remote(path, alternative, self._site.residency, allowed=allowed)
 
-    def _unsplit(self, step: Any, entering: Cell[Payload] | None = None) -> PendingLogits:
+    def _split(self, result: Cell[Any]) -> Read:
+        return self._read(result, self.runtime.last.stream)
+
+    def _unsplit(self, step: Any, entering: Cell[Payload] | None = None) -> Read:
         self.runtime.drain()
         result = self.runtime.walk_unsplit(step, entering)
-        return self.runtime.pending(result, on=self.runtime.caller)
+        return self._read(result, self.runtime.caller)

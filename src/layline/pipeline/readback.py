@@ -7,6 +7,7 @@ on a stream of its own for that step alone, so that the last stage never stops f
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,27 @@ class PendingIds(Pending):
     def wait(self, timeout_s: float) -> tuple[int, ...]:
         """The ids, by row. Raises as ``wait_tensor`` does."""
         return tuple(self.wait_tensor(timeout_s).tolist())
+
+
+class PendingResult:
+    """Whatever the last stage's task leaves, as it is; see :class:`Pending`.
+
+    Once it has been waited for, any stream and the host may read what it holds.
+    """
+
+    def __init__(self, value: Cell[Any], stream: Stream, streams: Streams) -> None:
+        self._value = value
+        self._computed = streams.event(f"{value.label} computed")
+        stream.record(self._computed)
+
+    def is_done(self) -> bool:
+        """Whether the last stage has computed it."""
+        return self._computed.is_done()
+
+    def wait(self, timeout_s: float) -> Any:
+        """The result. Raises RunError after ``timeout_s`` and what a stage's task raised."""
+        self._computed.synchronize(timeout_s)
+        return self._value.get()
 
 
 def _to_host(value: Cell[Tensor], readback: Stream) -> Tensor:

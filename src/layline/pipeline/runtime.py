@@ -26,7 +26,7 @@ from layline.pipeline.cells import Cell
 from layline.pipeline.counters import Counters
 from layline.pipeline.faults import Fault
 from layline.pipeline.payload import Payload
-from layline.pipeline.readback import PendingLogits
+from layline.pipeline.readback import PendingLogits, PendingResult
 from layline.pipeline.stages import StageHome
 from layline.pipeline.streams import Stream, Streams
 from layline.pipeline.transport import Boundary, CutOptions
@@ -147,11 +147,16 @@ class PipelineRuntime:
         assert crossing is not None
         return crossing
 
-    def pending(self, result: Cell[Any], *, on: Stream | None = None) -> PendingLogits:
-        """Read a walk's result back without stopping the stages. Call right after the walk."""
-        return PendingLogits(
-            result, on or self.last.stream, self._readback, self._streams, faults=self.faults
-        )
+    def pending(self, result: Cell[Any], on: Stream) -> PendingLogits:
+        """Read a walk's result back without stopping the stages. Call right after the walk.
+
+        ``on`` is the stream that it is on: the last stage's, or the caller's of an unsplit walk.
+        """
+        return PendingLogits(result, on, self._readback, self._streams, faults=self.faults)
+
+    def outcome(self, result: Cell[Any], on: Stream) -> PendingResult:
+        """Wait for a walk's result, whatever it is, where it is. Call as :meth:`pending`."""
+        return PendingResult(result, on, self._streams)
 
     # What orders the pipeline with its caller.
 

@@ -188,6 +188,19 @@ def test_a_worker_must_make_as_many_tokens_as_asked(monkeypatch: pytest.MonkeyPa
             worker.generate([[1], [2]], 2)
 
 
+def test_a_decode_step_is_counted_from_the_first_tokens_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Worker("layline") as worker:
+        tokens = [[1] * 5, [2] * 5]
+        reply = {"seconds": 3.0, "first_seconds": 1.0, "tokens": tokens}
+        monkeypatch.setattr(worker, "ask", lambda **_: reply)
+        assert worker.decode_step([[1], [2]], 4) == 0.5
+        reply["first_seconds"] = None
+        with pytest.raises(RunError, match="layline worker does not tell when decoding began"):
+            worker.decode_step([[1], [2]], 4)
+
+
 def test_first_output_waits_for_the_first_byte_and_not_the_end() -> None:
     code = (
         "import sys, time; sys.stdout.write('x'); sys.stdout.flush(); "

@@ -254,7 +254,8 @@ def enter_from_the_caller(pipeline: ToyPipeline) -> None:
     entering = runtime.caller.run(
         lambda: {"hidden_states": table.clone(), "residual": table.clone()}, label="embed"
     )
-    runtime.pending(runtime.walk(step, entering, overlap=False)).wait(TIMEOUT_S)
+    result = runtime.walk(step, entering, overlap=False)
+    runtime.pending(result, runtime.last.stream).wait(TIMEOUT_S)
 
 
 def use_the_result(pipeline: ToyPipeline) -> None:

@@ -1,0 +1,148 @@
+"""Running steps over pipeline stages in this process, as many at a time as there are stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+import torch
+
+from layline.comm.groups import CollectiveRecord
+from layline.engine.balance import SampleRow
+from layline.engine.drawing import DrawnRows, draw_rows
+from layline.engine.executor import Launched, MemoryUse, RowSpec, SamplingRows
+from layline.engine.model import LoadedModel
+from layline.engine.outcome import FailedRow, StepResult
+from layline.engine.reading import Reading
+from layline.engine.runner import Runner
+from layline.engine.stage_program import StagedStep
+from layline.engine.step import MeshStep
+from layline.engine.step_times import PassTimes, StepTimes
+from layline.errors import LaylineError, RunError
+from layline.layers.sampler import Sampler
+from layline.layers.sampling_state import RowState
+from layline.pipeline.loops import Loops
+from layline.pipeline.readback import PendingResult
+from layline.pipeline.runtime import WAIT_S
+from layline.pipeline.streams import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What the last stage leaves of a step."""
+
+    drawn: DrawnRows
+    readings: list[Reading | FailedRow]
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedFlight(Launched):
+    staged: StagedStep
+    pending: PendingResult
+
+
+class PipelinedExecutor:
+    """The whole model in this process, its stages on streams of their own.
+
+    Steps in flight have no request in common, or are chunks of one prompt: each stage takes them in
+    order. The last stage draws. An error in a stage ends the run: the steps behind it are lost.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[LoadedModel],
+        loops: Loops[PendingResult],
+        streams: Streams,
+        times: StepTimes | None = None,
+    ) -> None:
+        self.stages = tuple(stages)
+        self.loops = loops
+        self.num_blocks = stages[0].num_blocks
+        self._streams = streams
+        self._times = times or StepTimes()
+        self._sampler = Sampler()
+        self._rows = SamplingRows()
+        self._failure: RunError | None = None
+
+    def admit(self, request_id: int, _: int, spec: RowSpec, /) -> None:
+        """See Executor."""
+        self._rows.admit(request_id, spec)
+
+    def release(self, request_id: int, _: int, /) -> None:
+        """See Executor."""
+        self._rows.release(request_id)
+
+    def launch(
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], _: Launched | None, /
+    ) -> Launched:
+        """See Executor. The plan knows every token, so no step waits for the one before."""
+        if self._failure is not None:
+            raise self._failure
+        (part,) = step.parts
+        finish = partial(_finish, self._sampler, step, self._rows.at(part, rows[0]))
+        staged = StagedStep(step, finish)
+        verifies = any(row.ahead for row in rows[0])
+        loop = self.loops.verify if verifies else self.loops.microbatch
+        return _StagedFlight(staged, loop(staged))
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """See Executor."""
+        assert isinstance(launched, _StagedFlight)
+        begin = perf_counter()
+        try:
+            found: _Drawn = launched.pending.wait(WAIT_S)
+        except Exception as error:
+            # What followed the step in the stages cannot be told apart from it any more.
+            self._failure = RunError(f"a pipeline stage failed: {error}")
+            raise self._failure from error
+        outcomes = found.drawn.read()
+        passes = [timed.times() for _, timed in sorted(launched.staged.timed.items())]
+        self._times.add_passes([_joined(passes)], perf_counter() - begin)
+        return StepResult([outcomes], [found.readings])
+
+    def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
+        """See Executor. Refused at launch."""
+        raise AssertionError("a pipeline runs without a draft model")
+
+    def memory(self) -> MemoryUse:
+        """See Executor."""
+        return MemoryUse(
+            sum(stage.weight_bytes for stage in self.stages),
+            sum(stage.cache_bytes for stage in self.stages),
+        )
+
+    def collectives(self) -> list[list[CollectiveRecord]]:
+        """See Executor. One rank communicates with nobody."""
+        return [[]]
+
+    def failure(self) -> LaylineError | None:
+        """See Executor."""
+        return self._failure
+
+    def close(self, _: int = 0, /) -> None:
+        """End the stages' streams."""
+        self._streams.close()
+
+
+def _finish(
+    sampler: Sampler,
+    step: MeshStep,
+    states: Sequence[RowState | FailedRow],
+    runner: Runner,
+    hidden: torch.Tensor,
+) -> _Drawn:
+    """On the last stage's stream: score the rows that sample, draw, and read what is asked for."""
+    logits, readings = runner.finish(hidden, step)
+    return _Drawn(draw_rows(sampler, logits, states), readings)
+
+
+def _joined(passes: Sequence[PassTimes]) -> PassTimes:
+    """The stages' passes as one: what they took together, and each stage's own."""
+    return PassTimes(
+        prepare=sum(each.prepare for each in passes),
+        execute=sum(each.execute for each in passes),
+        sample=0.0,
+        stages=[stage for each in passes for stage in each.stages],
+    )
