@@ -1,0 +1,209 @@
+"""What a gate replays: steps of fixed tokens, in the calls of the loop under test. No torch here.
+
+Every scenario starts with an empty cache and has its sequences' blocks to itself. Its tokens are
+random, the same for the same seed: what a step computes never depends on what another arm drew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from layline.engine.scheduler import BLOCK_SIZE
+from layline.engine.step import MeshStep, RankStep, ordinary_step
+from layline.layers.spans import SequenceSpan
+
+LOOPS = ("eager", "batch", "verify", "prime")
+PROMPT, STEPS = 16, 32
+"""Tokens of the eager scenario: of the prompt, and decoded after it."""
+ROUNDS = 8
+CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a loop.
+
+    ``window`` is how many steps may be in flight before the first is read, of ``deferred`` alone;
+    ``num_prompts`` how many share the chunks of ``prime``. With ``whole`` the hidden states of all
+    rows are compared too.
+    """
+
+    loop: str
+    steps: tuple[MeshStep, ...]
+    window: int = 1
+    num_prompts: int = 1
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A replay of one loop. Each of ``counters`` must move, and ``overlaps`` where streams run
+    freely; ``num_blocks`` of the cache are used.
+    """
+
+    name: str
+    loop: str
+    calls: tuple[Call, ...]
+    num_blocks: int
+    counters: tuple[str, ...] = ()
+    overlaps: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> Iterator[tuple[Call, MeshStep]]:
+        """Every step with its call, in order."""
+        for call in self.calls:
+            for step in call.steps:
+                yield call, step
+
+
+class Tape:
+    """One sequence: its blocks, and how many of its tokens were fed."""
+
+    def __init__(self, draw: random.Random, vocab: int, blocks: Iterator[int], most: int) -> None:
+        self.blocks = [next(blocks) for _ in range(-(-most // BLOCK_SIZE))]
+        self.length = 0
+        self._draw = draw
+        self._vocab = vocab
+
+    def rows(self, count: int) -> tuple[SequenceSpan, list[int]]:
+        """The next ``count`` tokens as rows of one span."""
+        span = SequenceSpan(self.length, count, self.blocks, self.length + count)
+        self.length += count
+        return span, [self._draw.randrange(self._vocab) for _ in range(count)]
+
+
+class ScenarioMaker:
+    """Makes the scenarios of one model over ``num_stages``."""
+
+    def __init__(self, vocab: int, num_stages: int, chunk: int, seed: int = 0) -> None:
+        """``chunk`` is the tokens of a prefill chunk."""
+        self._vocab = vocab
+        self._num_stages = num_stages
+        self._chunk = chunk
+        self._seed = seed
+
+    def of(self, loop: str) -> list[Scenario]:
+        """The scenarios of a loop, or of ``all``."""
+        made: dict[str, Callable[[], list[Scenario]]] = {
+            "eager": lambda: [self.eager(), *[self.deferred(n) for n in (1, 2, 3, 4)]],
+            "batch": lambda: [self.batch(n) for n in (1, 4, 8)],
+            "verify": lambda: [self.verify(n) for n in (2, 5, 9)],
+            "prime": lambda: [self.prime(), self.prime_together()],
+        }
+        names = LOOPS if loop == "all" else (loop,)
+        return [scenario for name in names for scenario in made[name]()]
+
+    def eager(self, steps: int = STEPS) -> Scenario:
+        """A prompt, and ``steps`` tokens decoded one at a time."""
+        tape, (one,) = self._tapes([PROMPT + steps])
+        calls = [_call("eager", prefill([(one, PROMPT)]))]
+        calls += [_call("eager", decode([one])) for _ in range(steps)]
+        return tape.scenario("eager", "eager", calls, ("eager_splits",))
+
+    def deferred(self, window: int, steps: int = 8) -> Scenario:
+        """Decode with up to ``window`` steps that were not read."""
+        tape, (one,) = self._tapes([PROMPT + steps])
+        first = _call("eager", prefill([(one, PROMPT)]))
+        replayed = tuple(decode([one]) for _ in range(steps))
+        call = Call("deferred", replayed, window)
+        overlaps = ("step_overlaps",) if window > 1 else ()
+        name = f"deferred, window {window}"
+        return tape.scenario(name, "eager", [first, call], ("deferred_splits",), overlaps)
+
+    def batch(self, size: int, rounds: int = ROUNDS) -> Scenario:
+        """``size`` requests of uneven lengths in as many microbatches as there are stages."""
+        lengths = [5 + 3 * number for number in range(size)]
+        tape, tapes = self._tapes([length + rounds for length in lengths])
+        pairs = list(zip(tapes, lengths, strict=True))
+        groups = [pairs[first :: self._num_stages] for first in range(self._num_stages)]
+        groups = [group for group in groups if group]
+        calls = [_call("eager", prefill(group)) for group in groups]
+        calls += [
+            _call("batch", *[decode([each for each, _ in group]) for group in groups])
+            for _ in range(rounds)
+        ]
+        overlaps = ("step_overlaps",) if len(groups) > 1 else ()
+        return tape.scenario(f"batch of {size}", "batch", calls, ("batch_splits",), overlaps)
+
+    def verify(self, drafts: int, rounds: int = 4) -> Scenario:
+        """Steps of several rows for one request, of which the next one keeps some."""
+        prompt = 7
+        tape, (one,) = self._tapes([prompt + rounds * drafts + drafts])
+        calls = [_call("eager", prefill([(one, prompt)]))]
+        for number in range(rounds):
+            calls.append(_call("verify", decode([one] * drafts)))
+            # What was not accepted is overwritten.
+            one.length -= number % drafts
+        return tape.scenario(f"verify {drafts} rows", "verify", calls, ("verify_splits",))
+
+    def prime(self, chunks: int = CHUNKS, after: int = 8) -> Scenario:
+        """A prompt in chunks, the last of which is short, and tokens decoded after it."""
+        sizes = [self._chunk] * (chunks - 1) + [max(1, self._chunk // 3)]
+        tape, (one,) = self._tapes([sum(sizes) + after])
+        pieces = tuple(prefill([(one, size)]) for size in sizes)
+        calls = [Call("prime", pieces, whole=True)]
+        calls += [_call("eager", decode([one])) for _ in range(after)]
+        return tape.scenario(
+            f"prime of {chunks} chunks",
+            "prime",
+            calls,
+            ("prime_split_chunks",),
+            ("prime_pipe_overlaps",),
+        )
+
+    def prime_together(self, chunks: int = 4, after: int = 4) -> Scenario:
+        """Two prompts of other lengths in the same chunks."""
+        size = max(2, self._chunk // 2)
+        tape, (one, other) = self._tapes([chunks * size + after, chunks * (size - 1) + after])
+        pieces = tuple(prefill([(one, size), (other, size - 1)]) for _ in range(chunks))
+        calls = [Call("prime", pieces, num_prompts=2, whole=True)]
+        calls += [_call("eager", decode([one, other])) for _ in range(after)]
+        counters = ("prime_split_chunks", "prime_batches", "prime_batch_splits")
+        overlaps = ("prime_pipe_overlaps",)
+        return tape.scenario("prime of 2 prompts", "prime", calls, counters, overlaps)
+
+    def _tapes(self, lengths: Sequence[int]) -> tuple[_Made, list[Tape]]:
+        draw, blocks = random.Random(self._seed), itertools.count(1)
+        made = _Made(blocks)
+        return made, [Tape(draw, self._vocab, blocks, length) for length in lengths]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Gives scenarios as many blocks as their sequences took, and the null block."""
+
+    blocks: Iterator[int]
+
+    def scenario(
+        self,
+        name: str,
+        loop: str,
+        calls: Sequence[Call],
+        counters: tuple[str, ...],
+        overlaps: tuple[str, ...] = (),
+    ) -> Scenario:
+        return Scenario(name, loop, tuple(calls), next(self.blocks), counters, overlaps)
+
+
+def decode(tapes: Sequence[Tape]) -> MeshStep:
+    """A step of one row for each, all sampled; one that comes again has its next token."""
+    rows = [tape.rows(1) for tape in tapes]
+    return _step(len(rows), rows)
+
+
+def prefill(pieces: Sequence[tuple[Tape, int]]) -> MeshStep:
+    """A step with so many tokens of each prompt, whose last rows are sampled."""
+    return _step(0, [tape.rows(count) for tape, count in pieces])
+
+
+def _step(num_decode: int, rows: Sequence[tuple[SequenceSpan, list[int]]]) -> MeshStep:
+    spans = tuple(span for span, _ in rows)
+    ids = tuple(itertools.chain.from_iterable(each for _, each in rows))
+    return ordinary_step([RankStep(num_decode, spans, ids, (True,) * len(spans))], 1)
+
+
+def _call(loop: str, *steps: MeshStep) -> Call:
+    return Call(loop, steps)
