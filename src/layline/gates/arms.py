@@ -7,11 +7,10 @@ step has written.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ from layline.gates.scenarios import Call, Scenario
 from layline.pipeline.access import AccessRecorder
 from layline.pipeline.counters import Counters
 from layline.pipeline.lanes import Controller
-from layline.pipeline.loops import LoopDoors, Loops
+from layline.pipeline.loops import LoopDoors, Loops, Site
 from layline.pipeline.readback import PendingLogits
 from layline.pipeline.runtime import PipelineRuntime
 from layline.pipeline.stages import StageHome
@@ -81,11 +80,13 @@ class FixedDoors:
 
 @dataclass
 class Hooks:
-    """What a canary does beside the steps. Each gets the arm."""
+    """What a canary does beside the steps; ``end`` comes when the arm's streams have ended."""
 
     start: Callable[[Arm], None] = lambda arm: None
     before_step: Callable[[Arm, MeshStep], None] = lambda arm, step: None
+    after_step: Callable[[Arm, PendingLogits], None] = lambda arm, pending: None
     after_call: Callable[[Arm, Call], None] = lambda arm, call: None
+    end: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,7 @@ class ArmOptions:
     homes: Callable[[list[StageHome]], list[StageHome]] = lambda homes: homes
     counters: Callable[[], Counters] = Counters
     caller_on: int | None = None
+    site: Callable[[Site], Site] = lambda site: site
     hooks: Hooks = field(default_factory=Hooks)
 
 
@@ -108,16 +110,16 @@ class Arm:
     """A runtime over the stages, and its loops."""
 
     def __init__(
-        self, model: GateModel, runtime: PipelineRuntime, doors: LoopDoors, hooks: Hooks
+        self, model: GateModel, runtime: PipelineRuntime, doors: LoopDoors, options: ArmOptions
     ) -> None:
         self.model = model
         self.runtime = runtime
         self.warnings: list[str] = []
-        self.site = model.plan.site()
+        self.site = options.site(model.plan.site())
         self.loops: Loops[PendingLogits] = Loops(
             runtime, doors, self.site, self.warnings.append, runtime.pending
         )
-        self.hooks = hooks
+        self.hooks = options.hooks
 
     def run(self, scenario: Scenario) -> list[torch.Tensor]:
         """What every step of the scenario gives, in order. Raises what the loops raise."""
@@ -137,7 +139,7 @@ class Arm:
             for step in call.steps:
                 self.hooks.before_step(self, step)
                 pending = one(staged(step, whole=call.whole))
-                self.hooks.after_call(self, call)
+                self.hooks.after_step(self, pending)
                 found.append(pending.wait(WAIT_S))
             return found
         for step in call.steps:
@@ -165,6 +167,13 @@ class Arm:
 @contextmanager
 def opened(model: GateModel, doors: LoopDoors, options: ArmOptions) -> Iterator[Arm]:
     """An arm on streams of its own, which end with it."""
+    with ExitStack() as stack:
+        stack.callback(options.hooks.end)
+        yield stack.enter_context(_opened(model, doors, options))
+
+
+@contextmanager
+def _opened(model: GateModel, doors: LoopDoors, options: ArmOptions) -> Iterator[Arm]:
     plan = model.plan
     kind, recorder, controller = plan.engine.device, options.recorder, options.controller
     with make_streams(kind, recorder=recorder, controller=controller) as streams:
@@ -174,7 +183,7 @@ def opened(model: GateModel, doors: LoopDoors, options: ArmOptions) -> Iterator[
         cut, counters = options.cut, options.counters()
         runtime = PipelineRuntime(homes, caller, streams, counters=counters, options=cut)
         runtime.load_barrier()
-        yield Arm(model, runtime, doors, options.hooks)
+        yield Arm(model, runtime, doors, options)
 
 
 def one_stage(model: GateModel, scenario: Scenario) -> list[torch.Tensor]:
@@ -210,6 +219,7 @@ def _values(step: MeshStep, whole: bool, runner: Runner, hidden: torch.Tensor) -
     return torch.cat([hidden.float().flatten(), logits.float().flatten()])
 
 
+@torch.inference_mode()
 def poison_cache(loaded: LoadedModel) -> None:
     """Fill a fresh cache with NaN but for the null block; 8-bit values have none."""
     for layer in loaded.runner.model.layers:
@@ -217,19 +227,3 @@ def poison_cache(loaded: LoadedModel) -> None:
         for tensor in () if cache is None else cache.tensors:
             if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
                 tensor[BLOCK_SIZE:].fill_(torch.nan)
-
-
-def changed_program(home: StageHome, program: Any) -> StageHome:
-    """The same stage with another program."""
-    return replace(home, program=program)
-
-
-def all_changed(
-    change: Callable[[StageHome], StageHome],
-) -> Callable[[list[StageHome]], list[StageHome]]:
-    """For ArmOptions.homes: ``change`` of every stage."""
-
-    def homes(before: Sequence[StageHome]) -> list[StageHome]:
-        return [change(home) for home in before]
-
-    return homes

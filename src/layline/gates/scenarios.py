@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from layline.engine.scheduler import BLOCK_SIZE
@@ -39,17 +39,35 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """A replay of one loop. Each of ``counters`` must move, and ``overlaps`` where streams run
-    freely; ``num_blocks`` of the cache are used.
+class Expected:
+    """What an arm's counters must do: ``moving`` ones move, ``still`` ones stay.
+
+    Those of ``overlaps`` move too where streams run freely.
     """
+
+    moving: tuple[str, ...] = ()
+    overlaps: tuple[str, ...] = ()
+    still: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Way:
+    """An arm over the stages: the doors that it changes, and what its counters must do."""
+
+    name: str
+    doors: Mapping[str, bool]
+    expected: Expected
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A replay of one loop, once for each of ``ways``; ``num_blocks`` of the cache are used."""
 
     name: str
     loop: str
     calls: tuple[Call, ...]
     num_blocks: int
-    counters: tuple[str, ...] = ()
-    overlaps: tuple[str, ...] = ()
+    ways: tuple[Way, ...]
 
     @property
     def steps(self) -> Iterator[tuple[Call, MeshStep]]:
@@ -101,7 +119,8 @@ class ScenarioMaker:
         tape, (one,) = self._tapes([PROMPT + steps])
         calls = [_call("eager", prefill([(one, PROMPT)]))]
         calls += [_call("eager", decode([one])) for _ in range(steps)]
-        return tape.scenario("eager", "eager", calls, ("eager_splits",))
+        one_stream = Way("one stream", {"streams": False}, Expected(still=("eager_splits",)))
+        return tape.scenario("eager", "eager", calls, _split("eager_splits"), one_stream)
 
     def deferred(self, window: int, steps: int = 8) -> Scenario:
         """Decode with up to ``window`` steps that were not read."""
@@ -109,9 +128,10 @@ class ScenarioMaker:
         first = _call("eager", prefill([(one, PROMPT)]))
         replayed = tuple(decode([one]) for _ in range(steps))
         call = Call("deferred", replayed, window)
+        moving = ("deferred_splits",) if window == 1 else ("deferred_splits", "slot_switches")
         overlaps = ("step_overlaps",) if window > 1 else ()
-        name = f"deferred, window {window}"
-        return tape.scenario(name, "eager", [first, call], ("deferred_splits",), overlaps)
+        way = _split(*moving, overlaps=overlaps)
+        return tape.scenario(f"deferred, window {window}", "eager", [first, call], way)
 
     def batch(self, size: int, rounds: int = ROUNDS) -> Scenario:
         """``size`` requests of uneven lengths in as many microbatches as there are stages."""
@@ -125,8 +145,11 @@ class ScenarioMaker:
             _call("batch", *[decode([each for each, _ in group]) for group in groups])
             for _ in range(rounds)
         ]
-        overlaps = ("step_overlaps",) if len(groups) > 1 else ()
-        return tape.scenario(f"batch of {size}", "batch", calls, ("batch_splits",), overlaps)
+        if len(groups) > 1:
+            way = _split("batch_splits", "slot_switches", overlaps=("step_overlaps",))
+        else:
+            way = _split("batch_splits")
+        return tape.scenario(f"batch of {size}", "batch", calls, way)
 
     def verify(self, drafts: int, rounds: int = 4) -> Scenario:
         """Steps of several rows for one request, of which the next one keeps some."""
@@ -137,22 +160,26 @@ class ScenarioMaker:
             calls.append(_call("verify", decode([one] * drafts)))
             # What was not accepted is overwritten.
             one.length -= number % drafts
-        return tape.scenario(f"verify {drafts} rows", "verify", calls, ("verify_splits",))
+        way = _split("verify_splits")
+        return tape.scenario(f"verify {drafts} rows", "verify", calls, way)
 
-    def prime(self, chunks: int = CHUNKS, after: int = 8) -> Scenario:
-        """A prompt in chunks, the last of which is short, and tokens decoded after it."""
-        sizes = [self._chunk] * (chunks - 1) + [max(1, self._chunk // 3)]
+    def prime(self, chunks: int = CHUNKS, after: int = 8, last: int | None = None) -> Scenario:
+        """A prompt in chunks, the last of which is shorter, and tokens decoded after it."""
+        sizes = [self._chunk] * (chunks - 1) + [last or max(1, self._chunk // 3)]
         tape, (one,) = self._tapes([sum(sizes) + after])
         pieces = tuple(prefill([(one, size)]) for size in sizes)
         calls = [Call("prime", pieces, whole=True)]
         calls += [_call("eager", decode([one])) for _ in range(after)]
-        return tape.scenario(
-            f"prime of {chunks} chunks",
-            "prime",
-            calls,
-            ("prime_split_chunks",),
-            ("prime_pipe_overlaps",),
-        )
+        name = f"prime of {chunks} chunks"
+        return tape.scenario(name, "prime", calls, *_prime_ways("prime_split_chunks"))
+
+    def growing(self, chunks: int = 4) -> Scenario:
+        """A prompt whose every chunk is longer than the one before."""
+        sizes = [self._chunk * number for number in range(1, chunks + 1)]
+        tape, (one,) = self._tapes([sum(sizes)])
+        pieces = tuple(prefill([(one, size)]) for size in sizes)
+        ways = _prime_ways("prime_split_chunks")[:1]
+        return tape.scenario("growing chunks", "prime", [Call("prime", pieces)], *ways)
 
     def prime_together(self, chunks: int = 4, after: int = 4) -> Scenario:
         """Two prompts of other lengths in the same chunks."""
@@ -162,8 +189,7 @@ class ScenarioMaker:
         calls = [Call("prime", pieces, num_prompts=2, whole=True)]
         calls += [_call("eager", decode([one, other])) for _ in range(after)]
         counters = ("prime_split_chunks", "prime_batches", "prime_batch_splits")
-        overlaps = ("prime_pipe_overlaps",)
-        return tape.scenario("prime of 2 prompts", "prime", calls, counters, overlaps)
+        return tape.scenario("prime of 2 prompts", "prime", calls, *_prime_ways(*counters))
 
     def _tapes(self, lengths: Sequence[int]) -> tuple[_Made, list[Tape]]:
         draw, blocks = random.Random(self._seed), itertools.count(1)
@@ -177,15 +203,25 @@ class _Made:
 
     blocks: Iterator[int]
 
-    def scenario(
-        self,
-        name: str,
-        loop: str,
-        calls: Sequence[Call],
-        counters: tuple[str, ...],
-        overlaps: tuple[str, ...] = (),
-    ) -> Scenario:
-        return Scenario(name, loop, tuple(calls), next(self.blocks), counters, overlaps)
+    def scenario(self, name: str, loop: str, calls: Sequence[Call], *ways: Way) -> Scenario:
+        return Scenario(name, loop, tuple(calls), next(self.blocks), ways)
+
+
+def _split(*moving: str, overlaps: tuple[str, ...] = ()) -> Way:
+    """The arm that a gate is about."""
+    return Way("split", {}, Expected(moving, overlaps, ("remote_reads", "late_growths")))
+
+
+def _prime_ways(*counters: str) -> tuple[Way, ...]:
+    """Chunks that overlap, chunks one at a time, and no split at all."""
+    pipe = "prime_pipe_overlaps"
+    serial = Expected(counters, still=("remote_reads", pipe))
+    unsplit = Expected(still=("prime_split_chunks", pipe))
+    return (
+        _split(*counters, overlaps=(pipe,)),
+        Way("serial", {"prime_pipe": False}, serial),
+        Way("unsplit", {"prime": False, "prime_pipe": False}, unsplit),
+    )
 
 
 def decode(tapes: Sequence[Tape]) -> MeshStep:

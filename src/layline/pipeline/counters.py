@@ -20,6 +20,7 @@ NAMES = (
     "late_growths",
     "prime_batches",
     "prime_batch_splits",
+    "slot_switches",
     "growth_events",
     "growth_syncs",
     "remote_reads",
