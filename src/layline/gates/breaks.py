@@ -159,7 +159,9 @@ def exactness(bench: Bench, broken: bool) -> ArmOptions:
     if not broken:
         return ArmOptions()
     index = bench.model.plan.num_stages - 1
-    return ArmOptions(homes=other_part(index, bench.flipped()))
+    flipped = bench.flipped()
+    flipped.bind_cache(bench.model.stages[index].num_blocks)
+    return ArmOptions(homes=other_part(index, flipped))
 
 
 def by_row_count(_: Bench, broken: bool) -> ArmOptions:

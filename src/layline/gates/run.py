@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from layline.errors import LaylineError
+from layline.errors import LaylineError, UnsplitError
 from layline.gates.arms import (
     WAIT_S,
     ArmOptions,
@@ -23,6 +23,8 @@ from layline.gates.compare import Difference, first_difference
 from layline.gates.residency import misplaced
 from layline.gates.scenarios import Scenario, Way
 from layline.pipeline.loops import LoopDoors
+from layline.pipeline.placement import Placement
+from layline.pipeline.trace import Timeline
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,14 @@ class Outcome:
     difference: Difference | None = None
     problems: tuple[str, ...] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
+    refusal: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """``green``, ``RED``, or ``refused`` where that is what must happen."""
+        if not self.is_green:
+            return "RED"
+        return "green" if self.refusal is None else "refused"
 
     @property
     def is_green(self) -> bool:
@@ -53,17 +63,22 @@ class Outcome:
         return {
             "scenario": self.scenario,
             "way": self.way,
-            "green": self.is_green,
+            "verdict": self.verdict.lower(),
             "steps": self.num_steps,
             "values": self.num_values,
             "reasons": self.reasons,
+            "refusal": self.refusal,
             "counters": {name: count for name, count in self.counters.items() if count},
             "seconds": round(self.seconds, 3),
         }
 
 
 def run_scenario(
-    model: GateModel, scenario: Scenario, doors: LoopDoors, report: Callable[[Outcome], None]
+    model: GateModel,
+    scenario: Scenario,
+    doors: LoopDoors,
+    report: Callable[[Outcome], None],
+    timeline: Timeline | None = None,
 ) -> list[Outcome]:
     """All ways of a scenario against one reference; ``report`` gets each outcome as it comes.
 
@@ -74,7 +89,9 @@ def run_scenario(
     expected = one_stage(model, scenario)
     found = []
     for way in scenario.ways:
-        outcome = run_way(model, scenario, way, doors, expected, ArmOptions())
+        recorder = None if timeline is None else timeline.run(f"{scenario.name}, {way.name}")
+        options = ArmOptions(recorder=recorder)
+        outcome = run_way(model, scenario, way, doors, expected, options)
         if outcome.difference is not None and way is scenario.ways[0]:
             outcome = replace(outcome, problems=(*outcome.problems, _located(model, scenario)))
         report(outcome)
@@ -94,9 +111,11 @@ def run_way(
     model.fresh_caches(scenario.num_blocks)
     begin = time.perf_counter()
     problems: list[str] = []
-    difference, counters = None, dict[str, int]()
+    difference, counters, refusal = None, dict[str, int](), None
+    fixed = FixedDoors.of(doors, **way.doors)
+    must_refuse = refuses(scenario, fixed, model.plan.placement)
     try:
-        with opened(model, FixedDoors.of(doors, **way.doors), options) as arm:
+        with opened(model, fixed, options) as arm:
             before = arm.runtime.counters.snapshot()
             found = arm.run(scenario)
             counters = arm.runtime.counters.since(before)
@@ -104,6 +123,12 @@ def run_way(
         difference = first_difference(found, expected)
         free = options.controller is None and model.plan.engine.device == "cpu"
         problems += counter_problems(way, counters, free=free)
+        if must_refuse:
+            problems.append("stages share a device, and their overlap was not refused")
+    except UnsplitError as error:
+        refusal = str(error)
+        if not must_refuse:
+            problems.append(f"refused: {refusal}")
     except (LaylineError, ArithmeticError, LookupError, RuntimeError, ValueError) as error:
         problems.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
     return Outcome(
@@ -115,7 +140,17 @@ def run_way(
         difference,
         tuple(problems),
         counters,
+        refusal,
     )
+
+
+def refuses(scenario: Scenario, doors: FixedDoors, placement: Placement) -> bool:
+    """Whether steps of the scenario would overlap on one device, which loops must refuse."""
+    if not placement.multi_stream_same_device:
+        return False
+    loops = {call.loop for call in scenario.calls}
+    defers = "deferred" in loops and not doors.force_same_device_pipelined
+    return defers or ("prime" in loops and doors.prime and doors.prime_pipe)
 
 
 def counter_problems(way: Way, counters: Mapping[str, int], *, free: bool) -> Iterable[str]:

@@ -253,10 +253,11 @@ class Lanes:
                     item = lane.queue.popleft()
                     lane.running = item.operation.label if isinstance(item, Task) else "an event"
                     return item
-                blocked, since = lane.blocked_on is not None, time.perf_counter()
+                blocked, since = lane.blocked_on, time.perf_counter()
                 lane.changed.wait()
-                if blocked:
+                if blocked is not None:
                     lane.blocked_s += time.perf_counter() - since
+                    self.log.recorder.held_up(lane.name, blocked.event, since)
         return None
 
     def _run(self, task: Task, lane: Lane) -> BaseException | None:
