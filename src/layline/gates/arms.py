@@ -132,7 +132,9 @@ class Arm:
 
     def _run_call(self, call: Call) -> list[torch.Tensor]:
         if call.loop == "deferred":
-            return self._deferred(call)
+            return self._windowed(call, self.loops.deferred)
+        if call.loop == "graph":
+            return self._windowed(call, lambda step: self.loops.graph(step, shape_of(step)))
         if call.loop in ("eager", "verify"):
             one = self.loops.eager if call.loop == "eager" else self.loops.verify
             found = []
@@ -152,14 +154,16 @@ class Arm:
         self.hooks.after_call(self, call)
         return [pending.wait(WAIT_S) for pending in waiting]
 
-    def _deferred(self, call: Call) -> list[torch.Tensor]:
+    def _windowed(
+        self, call: Call, issue: Callable[[StagedStep], PendingLogits]
+    ) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         waiting: deque[PendingLogits] = deque()
         for step in call.steps:
             if len(waiting) == call.window:
                 found.append(waiting.popleft().wait(WAIT_S))
             self.hooks.before_step(self, step)
-            waiting.append(self.loops.deferred(staged(step, whole=call.whole)))
+            waiting.append(issue(staged(step, whole=call.whole)))
         self.hooks.after_call(self, call)
         return found + [pending.wait(WAIT_S) for pending in waiting]
 
@@ -205,6 +209,11 @@ def one_stage(model: GateModel, scenario: Scenario) -> list[torch.Tensor]:
 def staged(step: MeshStep, *, whole: bool = False) -> StagedStep:
     """A step for the stages, whose result are the values that are compared."""
     return StagedStep(step, partial(_values, step, whole))
+
+
+def shape_of(step: StagedStep) -> tuple[tuple[int, int], ...]:
+    """What a captured walk depends on: rows, and how many of them decode."""
+    return tuple((part.num_tokens, part.num_decode) for part in step.step.parts)
 
 
 def _whole_step(runner: Runner, step: MeshStep, *, whole: bool) -> torch.Tensor:

@@ -15,7 +15,7 @@ from layline.engine.scheduler import BLOCK_SIZE
 from layline.engine.step import MeshStep, RankStep, ordinary_step
 from layline.layers.spans import SequenceSpan
 
-LOOPS = ("eager", "batch", "verify", "prime")
+LOOPS = ("eager", "batch", "verify", "graph", "prime")
 PROMPT, STEPS = 16, 32
 """Tokens of the eager scenario: of the prompt, and decoded after it."""
 ROUNDS = 8
@@ -109,6 +109,7 @@ class ScenarioMaker:
             "eager": lambda: [self.eager(), *[self.deferred(n) for n in (1, 2, 3, 4)]],
             "batch": lambda: [self.batch(n) for n in (1, 4, 8)],
             "verify": lambda: [self.verify(n) for n in (2, 5, 9)],
+            "graph": lambda: [self.graph(), self.graph(window=3)],
             "prime": lambda: [self.prime(), self.prime_together()],
         }
         names = LOOPS if loop == "all" else (loop,)
@@ -162,6 +163,15 @@ class ScenarioMaker:
             one.length -= number % drafts
         way = _split("verify_splits")
         return tape.scenario(f"verify {drafts} rows", "verify", calls, way)
+
+    def graph(self, steps: int = 8, window: int = 1) -> Scenario:
+        """Decode captured once and replayed, with up to ``window`` steps that were not read."""
+        tape, tapes = self._tapes([PROMPT + steps] * 3)
+        first = _call("eager", prefill([(each, PROMPT - 3) for each in tapes]))
+        call = Call("graph", tuple(decode(tapes) for _ in range(steps)), window)
+        way = _split("graph_captures", "graph_splits")
+        name = f"captured, window {window}"
+        return tape.scenario(name, "graph", [first, call], way)
 
     def prime(self, chunks: int = CHUNKS, after: int = 8, last: int | None = None) -> Scenario:
         """A prompt in chunks, the last of which is shorter, and tokens decoded after it."""

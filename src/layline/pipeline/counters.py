@@ -14,6 +14,7 @@ from types import MappingProxyType
 LOOPS = ("eager", "deferred", "batch", "verify", "prime", "graph")
 NAMES = (
     *(f"{loop}_splits" for loop in LOOPS),
+    "graph_captures",
     "prime_split_chunks",
     "prime_pipe_overlaps",
     "step_overlaps",

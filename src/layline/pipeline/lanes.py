@@ -128,6 +128,8 @@ class Lanes:
         self.controller = controller
         self.log = log
         self.closed = False
+        # Where set, what is issued goes here and is not enqueued.
+        self.capture: list[tuple[Lane, Callable[[], Item | None]]] | None = None
         self._lanes: dict[str, Lane] = {}
         self._threads: list[threading.Thread] = []
         controller.bind(self)
@@ -164,6 +166,9 @@ class Lanes:
             )
         with self.lock:
             self._check_open()
+            if self.capture is not None:
+                self.capture.append((lane, make))
+                return
             item = make()
             if item is None:
                 return

@@ -6,6 +6,7 @@
 | deferred | up to four steps in flight, each read when the caller asks | |
 | batch | as many microbatches in flight as there are stages | LAYLINE_BATCH_PP=0 |
 | verify | one step of several rows for a request | LAYLINE_SPEC_PP=0 |
+| graph | a step's walk captured once and replayed | LAYLINE_PP_STREAMS=0 |
 | prime | a prompt's chunks one after the other | LAYLINE_PRIME_PP=0 |
 | prime, pipelined | chunk c + 1 on a stage while c is on the next | LAYLINE_PRIME_PIPE=0 |
 
@@ -17,7 +18,7 @@ compares with.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -26,13 +27,14 @@ from layline.errors import RunError
 from layline.pipeline.cells import Cell
 from layline.pipeline.counters import WalkerWatch
 from layline.pipeline.faults import Fault
+from layline.pipeline.graphs import WalkCache
 from layline.pipeline.guards import (
     UnwiredLoops,
     refuse_chunk_pipeline,
     refuse_deferred,
     refuse_unsplit_if_remote,
 )
-from layline.pipeline.payload import Payload
+from layline.pipeline.payload import Payload, copied
 from layline.pipeline.placement import Placement, Residency
 from layline.pipeline.runtime import PipelineRuntime
 from layline.pipeline.streams import Stream
@@ -113,6 +115,7 @@ class Loops(Generic[Read]):
         self._under_way: list[Read] = []
         self._watch = WalkerWatch(runtime.counters, "step_overlaps")
         self._numbers = itertools.count()
+        self._graphs = WalkCache(runtime, copied)
 
     @property
     def _count(self) -> Callable[..., None]:
@@ -193,6 +196,19 @@ class Loops(Generic[Read]):
         result = self.runtime.walk(step, entering, overlap=self._doors.overlap)
         self.runtime.publish_to(self.runtime.caller)
         self._count("verify_splits")
+        return self._split(result)
+
+    def graph(self, step: Any, key: Hashable) -> Read:
+        """One step, replayed from a walk that was captured for ``key``: what its work depends on.
+
+        A step that captures waits for those before it.
+        """
+        if not self._doors.streams or not self._splits:
+            return self._unsplit(step)
+        if key not in self._graphs:
+            self.runtime.drain()
+        result = self._graphs.run(step, key)
+        self._count("graph_splits")
         return self._split(result)
 
     def prime(self, chunks: Sequence[Any], *, num_prompts: int = 1) -> list[Read]:
