@@ -61,6 +61,8 @@ def why_absent(bench: Bench, canary: Canary) -> str | None:
     """Why a canary cannot exist here, or None."""
     if canary.absent is not None or bench.model.plan.engine.device == "cpu":
         return canary.absent
+    if canary.kills_device:
+        return "the device would assert, and no other canary could run after it"
     if canary.build(bench, False).controller is not None:
         return "needs streams that advance in a chosen order, which are the CPU's"
     return None
@@ -78,8 +80,9 @@ def run_canary(
     expected = one_stage(bench.model, scenario)
     way = scenario.ways[0]
     outcomes = []
-    for broken in (True, False):
-        changed = replace(way, doors=canary.doors) if broken else way
-        options = canary.build(bench, broken)
+    for breaks in (True, False):
+        changed = replace(way, doors=canary.doors) if breaks else way
+        options = canary.build(bench, breaks)
         outcomes.append(run_way(bench.model, scenario, changed, doors, expected, options))
-    return CanaryOutcome(canary, *outcomes)
+    broken, control = outcomes
+    return CanaryOutcome(canary, broken, control)
