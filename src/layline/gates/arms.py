@@ -80,11 +80,14 @@ class FixedDoors:
 
 @dataclass
 class Hooks:
-    """What a canary does beside the steps; ``end`` comes when the arm's streams have ended."""
+    """What a canary does beside the steps.
+
+    ``read`` is how eager steps' results are read; ``end`` comes when the arm's streams have ended.
+    """
 
     start: Callable[[Arm], None] = lambda arm: None
     before_step: Callable[[Arm, MeshStep], None] = lambda arm, step: None
-    after_step: Callable[[Arm, PendingLogits], None] = lambda arm, pending: None
+    read: Callable[[Arm, PendingLogits], torch.Tensor] = lambda arm, pending: pending.wait(WAIT_S)
     after_call: Callable[[Arm, Call], None] = lambda arm, call: None
     end: Callable[[], None] = lambda: None
 
@@ -141,8 +144,7 @@ class Arm:
             for step in call.steps:
                 self.hooks.before_step(self, step)
                 pending = one(staged(step, whole=call.whole))
-                self.hooks.after_step(self, pending)
-                found.append(pending.wait(WAIT_S))
+                found.append(self.hooks.read(self, pending))
             return found
         for step in call.steps:
             self.hooks.before_step(self, step)

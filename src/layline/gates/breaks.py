@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from layline.engine.model import LoadedModel
 from layline.engine.step import RankStep
-from layline.gates.arms import Arm, ArmOptions, GateModel, Hooks
+from layline.gates.arms import WAIT_S, Arm, ArmOptions, GateModel, Hooks
 from layline.gates.mutations import (
     Arena,
+    Bench,
     ByRowCount,
     FromTheCaller,
     InArena,
@@ -21,8 +21,8 @@ from layline.gates.mutations import (
     StuckCounters,
     caches_with_the_first,
     of_programs,
+    ordered,
     other_part,
-    scripted,
     with_fault,
 )
 from layline.gates.scenarios import Call
@@ -32,15 +32,6 @@ from layline.pipeline.placement import Residency
 from layline.pipeline.readback import PendingLogits
 from layline.pipeline.stages import StageHome
 
-
-@dataclass(frozen=True)
-class Bench:
-    """What canaries are built on. ``flipped`` loads the last stage with the other exactness."""
-
-    model: GateModel
-    flipped: Callable[[], LoadedModel]
-
-
 Build = Callable[[Bench, bool], ArmOptions]
 """An arm, broken or not."""
 
@@ -48,8 +39,8 @@ Build = Callable[[Bench, bool], ArmOptions]
 def with_script(fault: Fault, *first: str, stalled: str | None = None) -> Build:
     """A fault in a cut, with streams that advance in a chosen order."""
 
-    def build(_: Bench, broken: bool) -> ArmOptions:
-        options = scripted(*first, stalled=stalled)
+    def build(bench: Bench, broken: bool) -> ArmOptions:
+        options = ordered(bench, *first, stalled=stalled)
         return with_fault(options, fault) if broken else options
 
     return build
@@ -63,7 +54,7 @@ def freely(fault: Fault) -> Build:
 def from_the_latest(mixed: Callable[[RankStep, RankStep], RankStep]) -> Build:
     """Later stages look at what the host says last, instead of at their own step."""
 
-    def build(_: Bench, broken: bool) -> ArmOptions:
+    def build(bench: Bench, broken: bool) -> ArmOptions:
         latest = Latest()
         hooks = Hooks(before_step=latest.note)
 
@@ -71,20 +62,20 @@ def from_the_latest(mixed: Callable[[RankStep, RankStep], RankStep]) -> Build:
             return OfTheLatest(home.program, latest, mixed)
 
         if not broken:
-            return scripted("stage 0", hooks=hooks)
-        return scripted("stage 0", hooks=hooks, homes=of_programs(program))
+            return ordered(bench, "stage 0", hooks=hooks)
+        return ordered(bench, "stage 0", hooks=hooks, homes=of_programs(program))
 
     return build
 
 
-def shared_scratch(_: Bench, broken: bool) -> ArmOptions:
+def shared_scratch(bench: Bench, broken: bool) -> ArmOptions:
     """Each stage has memory for what enters and leaves it, or all have the same."""
     shared = Arena()
 
     def program(home: StageHome) -> InArena:
         return InArena(home.program, shared if broken else Arena())
 
-    return scripted(turns=True, homes=of_programs(program))
+    return ordered(bench, turns=True, homes=of_programs(program))
 
 
 def slow_load(bench: Bench, broken: bool) -> ArmOptions:
@@ -104,18 +95,18 @@ def slow_load(bench: Bench, broken: bool) -> ArmOptions:
         arm.runtime.load_barrier()
 
     hooks = Hooks(start=start, end=upload)
-    options = scripted("stage 0", stalled=_last(bench), hooks=hooks)
+    options = ordered(bench, "stage 0", stalled=_last(bench), hooks=hooks)
     return with_fault(options, Fault.DROP_LOAD_BARRIER) if broken else options
 
 
-def admission(_: Bench, broken: bool) -> ArmOptions:
+def admission(bench: Bench, broken: bool) -> ArmOptions:
     """Blocks are cleared for another request while a step still reads them."""
 
     def after_call(arm: Arm, call: Call) -> None:
         if call.loop == "deferred":
             arm.runtime.admit(lambda: _clear(arm.model))
 
-    options = scripted("caller", hooks=Hooks(after_call=after_call))
+    options = ordered(bench, "caller", stalled="stage 0", hooks=Hooks(after_call=after_call))
     return with_fault(options, Fault.DROP_BIRTH_BARRIER) if broken else options
 
 
@@ -128,23 +119,25 @@ def _clear(model: GateModel) -> None:
                 tensor.zero_()
 
 
-def unpublished(_: Bench, broken: bool) -> ArmOptions:
-    """The caller's stream uses each step's logits."""
+def unpublished(bench: Bench, broken: bool) -> ArmOptions:
+    """Each step's logits are read on the caller's stream."""
 
-    def after_step(arm: Arm, pending: PendingLogits) -> None:
-        cell = pending.value
-        arm.runtime.caller.run(cell.get, reads=cell.buffers, label="use the logits")
+    def read(arm: Arm, pending: PendingLogits) -> torch.Tensor:
+        cell, caller = pending.value, arm.runtime.caller
+        copy = caller.run(lambda: cell.get().clone(), reads=cell.buffers, label="use the logits")
+        caller.synchronize(WAIT_S)
+        return copy.get().cpu()
 
-    options = scripted("caller", hooks=Hooks(after_step=after_step))
+    options = ordered(bench, "caller", stalled=_last(bench), hooks=Hooks(read=read))
     return with_fault(options, Fault.DROP_PUBLISH) if broken else options
 
 
-def entry(_: Bench, broken: bool) -> ArmOptions:
+def entry(bench: Bench, broken: bool) -> ArmOptions:
     """The first stage runs what a task of the caller leaves for it."""
     box = Latest()
     programs = of_programs(lambda home: FromTheCaller(home.program, box))
     hooks = Hooks(before_step=box.leave)
-    options = scripted("stage 0", stalled="caller", hooks=hooks, homes=programs)
+    options = ordered(bench, "stage 0", stalled="caller", hooks=hooks, homes=programs)
     return with_fault(options, Fault.DROP_ENTRY_FENCE) if broken else options
 
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 
 from layline.gates import breaks
 from layline.gates.arms import ArmOptions
-from layline.gates.breaks import Bench, Build
-from layline.gates.mutations import latest_positions, latest_tables
+from layline.gates.breaks import Build
+from layline.gates.mutations import Bench, latest_positions, latest_tables
 from layline.gates.scenarios import Scenario, ScenarioMaker
 from layline.pipeline.faults import Fault
+
+AT_ISSUE = "on CUDA the host makes each stage's own copy as it issues the stage's work"
+IN_ORDER = "needs streams that advance in a chosen order, which are the CPU's"
 
 
 def _unchanged(_: Bench, broken: bool) -> ArmOptions:
@@ -25,7 +28,8 @@ def _unchanged(_: Bench, broken: bool) -> ArmOptions:
 class Canary:
     """One failure class of section E, by ``number``; ``absent`` is why it cannot exist here.
 
-    ``doors`` are changed in the broken arm alone. One that ``kills_device`` runs on the CPU only.
+    ``doors`` are changed in the broken arm alone. One that ``needs_devices`` is for stages on
+    several, and ``cpu_only`` is why one cannot be re-created on CUDA.
     """
 
     name: str
@@ -34,7 +38,8 @@ class Canary:
     build: Build = _unchanged
     scenario: Callable[[ScenarioMaker], Scenario] = lambda make: make.deferred(4, steps=6)
     doors: dict[str, bool] = field(default_factory=dict)
-    kills_device: bool = False
+    needs_devices: bool = False
+    cpu_only: str | None = None
     absent: str | None = None
 
 
@@ -73,18 +78,21 @@ CANARIES: tuple[Canary, ...] = (
         name="early_release",
         number=4,
         what="a slot is let go of before it was copied",
+        cpu_only=IN_ORDER,
         build=breaks.with_script(Fault.EARLY_RX_RECORD, "stage 0", stalled="stage 1"),
     ),
     Canary(
         name="shared_position",
         number=5,
         what="stages share the positions of the latest step",
+        cpu_only=AT_ISSUE,
         build=breaks.from_the_latest(latest_positions),
     ),
     Canary(
         name="shared_scratch",
         number=6,
         what="stages compute in the same memory",
+        cpu_only=IN_ORDER,
         build=breaks.shared_scratch,
         scenario=lambda make: make.deferred(4, steps=12),
     ),
@@ -92,6 +100,7 @@ CANARIES: tuple[Canary, ...] = (
         name="missing_barrier",
         number=7,
         what="the first step does not wait for weights that are still loaded",
+        cpu_only=IN_ORDER,
         build=breaks.slow_load,
         scenario=lambda make: make.eager(2),
     ),
@@ -112,6 +121,7 @@ CANARIES: tuple[Canary, ...] = (
         name="reused_block",
         number=10,
         what="the stages do not wait for what the caller has issued before",
+        cpu_only=AT_ISSUE,
         build=breaks.entry,
         scenario=lambda make: make.eager(2),
     ),
@@ -120,7 +130,7 @@ CANARIES: tuple[Canary, ...] = (
         number=11,
         what="the id of a row that is all NaN, -1, is looked up in the embedding",
         build=breaks.sentinel,
-        kills_device=True,
+        cpu_only="the device would assert, and nothing could run there after it",
         scenario=lambda make: make.eager(2),
     ),
     Canary(
@@ -147,6 +157,7 @@ CANARIES: tuple[Canary, ...] = (
         number=15,
         what="caches are allocated on the first stage's device",
         build=breaks.wrong_card,
+        needs_devices=True,
     ),
     Canary(
         name="lost_fast_path",
@@ -165,6 +176,7 @@ CANARIES: tuple[Canary, ...] = (
         name="shared_table",
         number=18,
         what="stages share the block table of the latest microbatch",
+        cpu_only=AT_ISSUE,
         build=breaks.from_the_latest(latest_tables),
         scenario=lambda make: make.batch(4, rounds=2),
     ),
@@ -192,6 +204,7 @@ CANARIES: tuple[Canary, ...] = (
         name="mutable_chunk_base",
         number=21,
         what="a chunk begins where the latest one does",
+        cpu_only=AT_ISSUE,
         build=breaks.from_the_latest(latest_positions),
         scenario=lambda make: make.prime(3, 1),
     ),
@@ -207,6 +220,7 @@ CANARIES: tuple[Canary, ...] = (
         number=23,
         what="the first stage's device serves",
         build=breaks.first_serves,
+        needs_devices=True,
     ),
     Canary(
         name="pool_reuse",
@@ -233,6 +247,7 @@ CANARIES: tuple[Canary, ...] = (
         number=26,
         what="where weights are is decided once for all devices",
         build=breaks.stale_residency,
+        needs_devices=True,
     ),
     Canary(
         name="empty_burst",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from layline.gates.arms import one_stage
-from layline.gates.breaks import Bench
+from layline.gates.arms import FixedDoors, one_stage
 from layline.gates.canaries import Canary
-from layline.gates.run import Outcome, run_way
-from layline.gates.scenarios import ScenarioMaker
+from layline.gates.mutations import Bench
+from layline.gates.run import Outcome, refuses, run_way
+from layline.gates.scenarios import Scenario, ScenarioMaker
 from layline.pipeline.loops import LoopDoors
 
 
@@ -57,25 +57,28 @@ class CanaryOutcome:
         }
 
 
-def why_absent(bench: Bench, canary: Canary) -> str | None:
+def why_absent(bench: Bench, canary: Canary, scenario: Scenario, doors: FixedDoors) -> str | None:
     """Why a canary cannot exist here, or None."""
-    if canary.absent is not None or bench.model.plan.engine.device == "cpu":
+    plan = bench.model.plan
+    if canary.absent is not None:
         return canary.absent
-    if canary.kills_device:
-        return "the device would assert, and no other canary could run after it"
-    if canary.build(bench, False).controller is not None:
-        return "needs streams that advance in a chosen order, which are the CPU's"
-    return None
+    if refuses(scenario, doors, plan.placement):
+        return "stages share a device, where what would overlap is refused"
+    if canary.needs_devices and len(set(plan.placement.devices)) == 1:
+        return "all stages are on one device"
+    if plan.engine.device == "cpu":
+        return None
+    return canary.cpu_only
 
 
 def run_canary(
     bench: Bench, canary: Canary, make: ScenarioMaker, doors: LoopDoors
 ) -> CanaryOutcome:
     """Both arms of a canary against one reference."""
-    absent = why_absent(bench, canary)
+    scenario = canary.scenario(make)
+    absent = why_absent(bench, canary, scenario, FixedDoors.of(doors))
     if absent is not None:
         return CanaryOutcome(canary, absent=absent)
-    scenario = canary.scenario(make)
     bench.model.fresh_caches(scenario.num_blocks)
     expected = one_stage(bench.model, scenario)
     way = scenario.ways[0]

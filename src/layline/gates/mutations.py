@@ -15,7 +15,7 @@ import torch
 from layline.engine.model import LoadedModel
 from layline.engine.stage_program import ModelStage, StagedStep
 from layline.engine.step import MeshStep, RankStep
-from layline.gates.arms import Arm, ArmOptions, Hooks
+from layline.gates.arms import Arm, ArmOptions, GateModel, Hooks
 from layline.pipeline.access import Buffer
 from layline.pipeline.controllers import Listed, ScriptedController
 from layline.pipeline.counters import Counters
@@ -23,6 +23,16 @@ from layline.pipeline.device import StageDevice
 from layline.pipeline.faults import Fault, Faults
 from layline.pipeline.payload import Payload, layout_of
 from layline.pipeline.stages import StageHome, StageProgram
+
+SLEEP_CYCLES = 40_000_000
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What canaries are built on. ``flipped`` loads the last stage with the other exactness."""
+
+    model: GateModel
+    flipped: Callable[[], LoadedModel]
 
 
 class Turns:
@@ -42,13 +52,17 @@ class Turns:
         return self._latest
 
 
-def scripted(
-    *first: str, stalled: str | None = None, turns: bool = False, **options: Any
+def ordered(
+    bench: Bench, *first: str, stalled: str | None = None, turns: bool = False, **options: Any
 ) -> ArmOptions:
-    """Streams advance one at a time, those listed first; ``stalled`` only when no other can.
+    """Streams that advance in an order which shows a failure.
 
-    With ``turns`` none comes first.
+    On the CPU they advance one at a time, those listed first (with ``turns`` in turn), and
+    ``stalled`` only when no other can. On CUDA they run by themselves, and a ``stalled`` stage
+    sleeps before every step.
     """
+    if bench.model.plan.engine.device != "cpu":
+        return _sleeping(stalled, **options)
     controller = ScriptedController(Turns() if turns else Listed(*first))
     hooks: Hooks = options.pop("hooks", Hooks())
     begin = hooks.start
@@ -59,6 +73,40 @@ def scripted(
         begin(arm)
 
     return ArmOptions(controller=controller, hooks=replace(hooks, start=start), **options)
+
+
+def _sleeping(stalled: str | None, **options: Any) -> ArmOptions:
+    before = options.pop("homes", list)
+
+    def homes(given: list[StageHome]) -> list[StageHome]:
+        return [
+            replace(home, program=Sleepy(home.program)) if home.stream.name == stalled else home
+            for home in before(given)
+        ]
+
+    return ArmOptions(homes=homes, **options)
+
+
+@dataclass(frozen=True)
+class Sleepy:
+    """A stage on a CUDA device that sleeps before each of its steps."""
+
+    program: StageProgram
+
+    def room(self, step: StagedStep) -> int:
+        """See StageProgram."""
+        return self.program.room(step)
+
+    def run(self, step: StagedStep, entering: Payload | None) -> Any:
+        """See StageProgram."""
+        sleep_on_device()
+        return self.program.run(step, entering)
+
+
+def sleep_on_device() -> None:
+    """Keep the current CUDA stream busy for some hundredths of a second."""
+    spin: Any = torch.cuda._sleep  # No public name.
+    spin(SLEEP_CYCLES)
 
 
 def with_fault(options: ArmOptions, *faults: Fault) -> ArmOptions:

@@ -14,7 +14,7 @@ from layline.engine.model import LoadedModel, load_part
 from layline.engine.pipeline_load import StagePlan, inventory
 from layline.errors import UsageError
 from layline.gates.arms import GateModel
-from layline.gates.breaks import Bench
+from layline.gates.mutations import Bench
 from layline.gates.scenarios import ScenarioMaker
 from layline.pipeline.doors import Doors
 from layline.pipeline.fence import layers_of, listed

@@ -203,6 +203,15 @@ def test_every_canary_is_red_and_green_without_its_failure(
         assert found.reason
 
 
+def test_canaries_that_one_device_cannot_show_say_why(folder: Path) -> None:
+    with gate_of(folder, pp_stages=2, pp_devices=[0, 0]) as session:
+        found = [run_canary(session.bench, c, session.make, session.doors) for c in CANARIES]
+    assert {each.verdict for each in found} == {"red", "n/a"}
+    assert all(each.reason for each in found)
+    red = {each.canary.name for each in found if each.is_red}
+    assert {"missing_barrier", "unpublished_output", "neutered_counter", "shared_table"} <= red
+
+
 def test_the_table_has_every_failure_class() -> None:
     assert {canary.number for canary in CANARIES} == set(range(1, 28))
     assert len({canary.name for canary in CANARIES}) == len(CANARIES)
