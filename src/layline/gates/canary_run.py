@@ -62,7 +62,7 @@ def why_absent(bench: Bench, canary: Canary, scenario: Scenario, doors: FixedDoo
     plan = bench.model.plan
     if canary.absent is not None:
         return canary.absent
-    if refuses(scenario, doors, plan.placement):
+    if refuses(scenario, doors, plan):
         return "stages share a device, where what would overlap is refused"
     if canary.needs_devices and len(set(plan.placement.devices)) == 1:
         return "all stages are on one device"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from layline.engine.pipeline_load import StagePlan
 from layline.errors import LaylineError, UnsplitError
 from layline.gates.arms import (
     WAIT_S,
@@ -24,7 +25,6 @@ from layline.gates.meeting import meeting_stages
 from layline.gates.residency import misplaced
 from layline.gates.scenarios import Scenario, Way
 from layline.pipeline.loops import LoopDoors
-from layline.pipeline.placement import Placement
 from layline.pipeline.trace import Timeline
 
 
@@ -136,7 +136,7 @@ def run_once(
     problems: list[str] = []
     difference, counters, refusal = None, dict[str, int](), None
     fixed = FixedDoors.of(doors, **way.doors)
-    must_refuse = refuses(scenario, fixed, model.plan.placement)
+    must_refuse = refuses(scenario, fixed, model.plan)
     try:
         with opened(model, fixed, options) as arm:
             before = arm.runtime.counters.snapshot()
@@ -147,7 +147,7 @@ def run_once(
         free = options.controller is None and model.plan.engine.device == "cpu"
         problems += counter_problems(way, counters, free=free)
         if must_refuse:
-            problems.append("stages share a device, and their overlap was not refused")
+            problems.append("what must be refused here was not refused")
     except UnsplitError as error:
         refusal = str(error)
         if not must_refuse:
@@ -167,11 +167,15 @@ def run_once(
     )
 
 
-def refuses(scenario: Scenario, doors: FixedDoors, placement: Placement) -> bool:
-    """Whether steps of the scenario would overlap on one device, which loops must refuse."""
+def refuses(scenario: Scenario, doors: FixedDoors, plan: StagePlan) -> bool:
+    """Whether loops must refuse the scenario.
+
+    Steps would overlap on one device, or all layers be walked over weights of several CUDA devices.
+    """
+    loops, placement = {call.loop for call in scenario.calls}, plan.placement
     if not placement.multi_stream_same_device:
-        return False
-    loops = {call.loop for call in scenario.calls}
+        unsplit = not doors.streams or ("prime" in loops and not doors.prime)
+        return unsplit and plan.engine.device != "cpu"
     defers = "deferred" in loops and not doors.force_same_device_pipelined
     return defers or ("prime" in loops and doors.prime and doors.prime_pipe)
 

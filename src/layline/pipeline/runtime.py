@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from layline.errors import RunError
+from layline.errors import RunError, UnsplitError
 from layline.pipeline.access import Buffer
 from layline.pipeline.cells import Cell
 from layline.pipeline.counters import Counters
@@ -141,7 +141,14 @@ class PipelineRuntime:
         """All layers on the caller's stream; remote stages' weights are read where they are.
 
         Stages' streams must have nothing under way: call :meth:`drain` after split walks.
+        Raises UnsplitError on CUDA for weights on several devices, which no operation may mix.
         """
+        devices = {stage.weights.device for stage in self.stages} | {self.caller.device}
+        if len(devices) > 1 and self.caller.device.kind == "cuda":
+            raise UnsplitError(
+                f"an unsplit walk would compute with weights of {len(devices)} CUDA devices, which "
+                "torch refuses; expected a loop that is split over the stages, or one device"
+            )
         crossing: Cell[Any] | None = entering
         for stage in self.stages:
             crossing = self.turn(stage, step, crossing, on=self.caller)
