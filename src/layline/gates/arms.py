@@ -199,6 +199,7 @@ def one_stage(model: GateModel, scenario: Scenario) -> list[torch.Tensor]:
     found = []
     with make_streams(model.plan.engine.device) as streams:
         stream = streams.stream("one stage", ordinal, num_threads=model.plan.threads)
+        streams.settle()
         for call, step in scenario.steps:
             cell = stream.run(
                 partial(_whole_step, runner, step, whole=call.whole), label="one stage"

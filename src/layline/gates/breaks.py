@@ -23,6 +23,7 @@ from layline.gates.mutations import (
     of_programs,
     ordered,
     other_part,
+    sleep_on_device,
     with_fault,
 )
 from layline.gates.scenarios import Call
@@ -90,8 +91,15 @@ def slow_load(bench: Bench, broken: bool) -> ArmOptions:
     @torch.inference_mode()
     def start(arm: Arm) -> None:
         weight.fill_(torch.nan)
-        buffers = (arm.runtime.stages[0].weights,)
-        arm.runtime.last.stream.run(upload, writes=buffers, label="load")
+        if weight.is_cuda:
+            # On torch's own stream, as loading is.
+            torch.cuda.synchronize(weight.device)
+            with torch.cuda.device(weight.device):
+                sleep_on_device()
+                weight.copy_(kept)
+        else:
+            buffers = (arm.runtime.stages[0].weights,)
+            arm.runtime.last.stream.run(upload, writes=buffers, label="load")
         arm.runtime.load_barrier()
 
     hooks = Hooks(start=start, end=upload)

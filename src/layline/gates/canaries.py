@@ -100,7 +100,6 @@ CANARIES: tuple[Canary, ...] = (
         name="missing_barrier",
         number=7,
         what="the first step does not wait for weights that are still loaded",
-        cpu_only=IN_ORDER,
         build=breaks.slow_load,
         scenario=lambda make: make.eager(2),
     ),

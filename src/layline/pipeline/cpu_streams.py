@@ -185,6 +185,9 @@ class CpuStreams(ClosedAfterwards):
         """See Streams.event."""
         return CpuEvent(name, self._lanes)
 
+    def settle(self) -> None:
+        """See Streams.settle. Whatever runs outside of streams has ended when its call returns."""
+
     @contextlib.contextmanager
     def capture(self) -> Iterator[CpuCapture]:
         """See Streams.capture."""

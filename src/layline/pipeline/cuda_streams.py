@@ -167,6 +167,11 @@ class CudaStreams(ClosedAfterwards):
         """See Streams.event."""
         return CudaEvent(name, self.log)
 
+    def settle(self) -> None:
+        """See Streams.settle: the host loads weights and makes caches on torch's own streams."""
+        for ordinal in {stream.device.ordinal for stream in self._streams.values()}:
+            torch.cuda.synchronize(ordinal)
+
     def capture(self) -> AbstractContextManager[Capture]:
         """See Streams.capture."""
         raise UsageError(

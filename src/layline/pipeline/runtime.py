@@ -203,6 +203,7 @@ class PipelineRuntime:
     def load_barrier(self) -> None:
         """Wait for all that loading has issued, wherever it was."""
         if Fault.DROP_LOAD_BARRIER not in self.faults:
+            self._streams.settle()
             self.drain()
 
     def drain(self) -> None:

@@ -117,6 +117,9 @@ class Streams(Protocol):
     def event(self, name: str) -> Event:
         """A new event, never recorded."""
 
+    def settle(self) -> None:
+        """Wait in the host for all that its devices do, on streams of others too."""
+
     def capture(self) -> AbstractContextManager[Capture]:
         """A scope in which what is issued, on any stream, is kept and does not run.
 

@@ -46,6 +46,8 @@ OF_THE_RUNTIME = {
     Fault.DROP_LOAD_BARRIER,
     Fault.NEVER_SPLIT,
     Fault.SERIAL_CHUNKS,
+    Fault.SKIP_PREWARM,
+    Fault.EMPTY_UNDERFLOW,
 }
 
 

@@ -326,6 +326,73 @@ def test_bits_do_not_show_a_pipeline_that_is_not_there(fault: Fault, streams: St
     assert counters["prime_pipe_overlaps"] == 0
 
 
+def test_growth_in_the_middle_of_a_prefill_is_counted(streams: Streams) -> None:
+    # pipeline G21
+    chunks = [step for rows in (2, 4, 8) for step in toy_steps(rows, 1, rows=rows)]
+    late = []
+    for faults in ((), (Fault.SKIP_PREWARM,)):
+        pipeline = ToyPipeline(
+            _named(streams) if faults else streams, 2, options=with_faults(*faults)
+        )
+        assert same_bits(read(pipeline.loops.prime(chunks)), one_stage(chunks))
+        late.append(pipeline.runtime.counters["late_growths"])
+    assert late == [0, 3]
+
+
+def test_a_prefill_without_chunks_is_empty(streams: Streams) -> None:
+    assert ToyPipeline(streams, 2).loops.prime([]) == []
+    broken = ToyPipeline(_named(streams), 2, options=with_faults(Fault.EMPTY_UNDERFLOW))
+    with pytest.raises(IndexError):
+        broken.loops.prime([])
+
+
+def test_several_prompts_are_counted_in_batches_and_chunks(streams: Streams) -> None:
+    # pipeline G53
+    chunks = toy_steps(3, 3, rows=4)
+    pipeline = ToyPipeline(streams, 2)
+    assert same_bits(read(pipeline.loops.prime(chunks, num_prompts=2)), one_stage(chunks))
+    assert pipeline.runtime.counters["prime_batches"] == 1
+    assert pipeline.runtime.counters["prime_batch_splits"] == 3
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 8])
+def test_a_captured_step_is_replayed_for_each_later_one(num_stages: int) -> None:
+    """Several in flight: what a replay reads of its step is not the latest one's."""
+    # pipeline G25, G53
+    steps = toy_steps(4, 9)
+    for seed in range(20):
+        checker = HappensBefore(watched=False)
+        controller = ScriptedController(Seeded(seed))
+        with make_streams("cpu", controller=controller, recorder=checker) as streams:
+            pipeline = ToyPipeline(streams, num_stages)
+            found = [pipeline.loops.eager(steps[0]).wait(TIMEOUT_S)]
+            found += read([pipeline.loops.graph(step, "three rows") for step in steps[1:5]])
+            found.append(pipeline.loops.deferred(steps[5]).wait(TIMEOUT_S))
+            found += read([pipeline.loops.graph(step, "three rows") for step in steps[6:]])
+            assert same_bits(found, one_stage(steps)), seed
+            counters = pipeline.runtime.counters
+            assert (counters["graph_captures"], counters["graph_splits"]) == (1, 7)
+        checker.check()
+
+
+def test_a_capture_runs_nothing_and_an_error_in_a_replay_comes_out(streams: Streams) -> None:
+    pipeline = ToyPipeline(streams, 2)
+    first, second = toy_steps(5, 2)
+    runs: list[ToyStep] = []
+    program = pipeline.runtime.stages[0].program
+    assert isinstance(program, ToyStage)
+    program.at_start = runs.append
+    pipeline.loops.graph(first, "shape").wait(TIMEOUT_S)
+    assert runs == [first]
+
+    def fail(step: ToyStep) -> None:
+        raise ValueError("no such row")
+
+    program.at_start = fail
+    with pytest.raises(ValueError, match="no such row"):
+        pipeline.loops.graph(second, "shape").wait(TIMEOUT_S)
+
+
 class _Renamed:
     """The same streams under other names, for a second runtime on them."""
 
