@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class CudaEvent:
         """See Event.synchronize."""
         if self.native is None:
             return
-        _poll(self.native.query, timeout_s, f"event {self.name!r}")
+        _wait(self.native, timeout_s, f"event {self.name!r}")
         if self.error is not None:
             raise self.error
         self._log.recorder.host_waited(event=self)
@@ -122,7 +122,7 @@ class CudaStream:
 
     def synchronize(self, timeout_s: float) -> None:
         """See Stream.synchronize."""
-        _poll(self.native.query, timeout_s, f"the end of stream {self.name!r}")
+        _wait(self.native, timeout_s, f"the end of stream {self.name!r}")
         if self._error is not None:
             raise self._error
         self._log.recorder.host_waited(stream=self.name)
@@ -184,7 +184,7 @@ class CudaStreams(ClosedAfterwards):
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             left = max(0.0, deadline - time.monotonic())
-            _poll(stream.native.query, left, f"the end of stream {stream.name!r}")
+            _wait(stream.native, left, f"the end of stream {stream.name!r}")
 
     def _add(self, name: str, ordinal: int, native: torch.cuda.Stream) -> CudaStream:
         if name in self._streams:
@@ -193,14 +193,17 @@ class CudaStreams(ClosedAfterwards):
         return self._streams[name]
 
 
-def _poll(is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
+def _wait(native: Any, timeout_s: float, what: str) -> None:
+    """Wait in the host for a torch event or stream."""
     begun = time.monotonic()
-    while not _query(is_done, what):
+    while not _query(native.query, what):
         passed = time.monotonic() - begun
         if passed > timeout_s:
             raise RunError(f"waited {timeout_s:g} s for {what}; the GPU has not reached it")
         if passed > SPIN_S:
             time.sleep(PAUSE_S)
+    # At an end already: it tells torch's CUDA sanitizer, which does not know queries.
+    native.synchronize()
 
 
 def _query(is_done: Callable[[], bool], what: str) -> bool:
