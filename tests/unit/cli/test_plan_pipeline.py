@@ -18,6 +18,7 @@ from layline.engine.pipeline_plan import PipelinePlan, plan_pipeline
 from layline.engine.planned import open_plan
 from layline.errors import PlacementError
 from layline.pipeline.cuts import PartCost, StackCost
+from layline.pipeline.loops import Loops
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -257,7 +258,11 @@ def test_doors_count_for_a_plan(layline: Any, folder: Any, monkeypatch: pytest.M
         (["--pp-stages", "2", "--pp-devices", "0,1,2"], ["names 3 devices", "expected 2"]),
         (["--draw", "a.svg"], ["there is one stage", "--pp-stages of at least 2"]),
         (["--pp-stages", "2", "--draw", "/no/such/a.svg"], ["'/no/such/a.svg'", "No such file"]),
-        (["--pp-stages", "2", "--analyze"], ["--pp-stages 2 cannot run in this version"]),
+        (["--pp-stages", "2", "--tp", "2", "--analyze"], ["--tp 2 does not run with 2 pipeline"]),
+        (
+            ["--pp-stages", "2", "--pp-processes", "2", "--analyze"],
+            ["--pp-processes 2 does not run", "expected 1, or --pp-stages 1"],
+        ),
     ],
 )
 def test_a_pipeline_that_cannot_be(
@@ -267,6 +272,22 @@ def test_a_pipeline_that_cannot_be(
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:
         assert word in done.err
+
+
+def test_analyze_runs_the_stages(
+    layline: Any, folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    microbatch = Loops.microbatch
+
+    def counted(self: Any, *given: Any, **options: Any) -> Any:
+        ran.append(len(self.runtime.stages))
+        return microbatch(self, *given, **options)
+
+    monkeypatch.setattr(Loops, "microbatch", counted)
+    data = as_json(layline, folder(), "--pp-stages", "3", "--analyze", "--max-model-len", "64")
+    assert data["analysis"]["agrees"] is True
+    assert ran == [3] * sum(data["analysis"]["steps"].values())
 
 
 def bars(root: ElementTree.Element) -> list[ElementTree.Element]:
