@@ -12,6 +12,7 @@ from layline.config import EngineConfig, default_threads
 from layline.engine import kv
 from layline.engine.facts import ModelFacts
 from layline.engine.model import LoadedModel, load_part
+from layline.engine.pass_clock import PassClock
 from layline.engine.pipelined import PipelinedExecutor
 from layline.engine.stage_program import ModelStage
 from layline.engine.step_times import StepTimes
@@ -51,7 +52,9 @@ class StageLoader:
             layers = layers_of(self.fence, index)
             part = LayerRange(layers.start, layers.stop, total)
             device = self._device(index)
-            stages.append(load_part(self._facts, checkpoint, mesh, device, part))
+            stage = load_part(self._facts, checkpoint, mesh, device, part)
+            stage.runner.clock = PassClock(device, index)
+            stages.append(stage)
         num_blocks = self._fitting_blocks(stages)
         for stage in stages:
             stage.bind_cache(num_blocks)
