@@ -74,7 +74,9 @@ def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
     recorded = RecordedExecutor(executor)
     try:
         # Without shared blocks every trial computes what its plan says.
-        scheduler = MeshScheduler.of(config, executor.num_blocks, shares=False)
+        scheduler = MeshScheduler.of(
+            config, executor.num_blocks, shares=False, num_stages=model.microbatches(config)
+        )
         engine = Engine(model, scheduler, recorded, in_flight=model.in_flight(config))
         requests = [
             engine.submit(

@@ -81,6 +81,7 @@ class PipelinedExecutor:
         if self._failure is not None:
             raise self._failure
         (part,) = step.parts
+        assert min(part.token_ids, default=0) >= 0, "a step is fed a token that nobody knows yet"
         finish = partial(_finish, self._sampler, step, self._rows.at(part, rows[0]))
         staged = StagedStep(step, finish)
         verifies = any(row.ahead for row in rows[0])

@@ -127,7 +127,6 @@ def test_one_request_has_one_token_under_way(llama: Case) -> None:  # pipeline G
         assert watch.most == 4
         chunks = [step.parts[0].num_tokens - step.parts[0].num_decode for step in watch.steps]
         assert [n for n in chunks if n] == [9, 9, 9, 9, 1]
-        assert all(id_ >= 0 for step in watch.steps for id_ in step.parts[0].token_ids)
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 4, 5, 8, 16])
