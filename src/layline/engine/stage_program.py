@@ -11,6 +11,7 @@ import torch
 from layline.engine.pass_clock import TimedPass
 from layline.engine.runner import Runner
 from layline.engine.step import MeshStep
+from layline.errors import RunError
 from layline.pipeline.payload import Payload, room_for
 
 Finish = Callable[[Runner, torch.Tensor], Any]
@@ -41,7 +42,17 @@ class ModelStage:
         return room_for((tokens, self._runner.model.config.hidden_size), torch.float32)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
-        """The stage's part of the step; of the last stage what ``finish`` makes of it."""
+        """The stage's part of the step; of the last stage what ``finish`` makes of it.
+
+        Raises RunError with the stage's number for whatever goes wrong in it.
+        """
+        try:
+            return self._run(step, entering)
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RunError(f"pipeline stage {self._index} failed: {words}") from error
+
+    def _run(self, step: StagedStep, entering: Payload | None) -> Any:
         clock = self._runner.clock
         clock.start()
         crossing = self._runner.walk(step.step, entering)
