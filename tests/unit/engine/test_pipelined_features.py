@@ -111,6 +111,12 @@ def test_a_cache_of_8_bits(tmp_path: Path, kv_dtype: str) -> None:
     compare(save_deep(tmp_path, "qwen3-window"), GREEDY, kv_dtype=kv_dtype, prefill_tokens=9)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_weights_in_half_precision(tmp_path: Path, kv_dtype: str) -> None:
+    flags: dict[str, Any] = {"dtype": "bfloat16", "kv_dtype": kv_dtype, "prefill_tokens": 9}
+    compare(save_deep(tmp_path, "mistral-window"), GREEDY, **flags)
+
+
 def test_answers_that_follow_grammars(tmp_path: Path) -> None:
     save_writer(tmp_path)
     grammars = [
