@@ -12,7 +12,7 @@ import torch
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
 from layline.engine.drawing import DrawnRows, draw_rows
-from layline.engine.executor import Launched, MemoryUse, RowSpec, SamplingRows
+from layline.engine.executor import Crossed, Launched, MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
 from layline.engine.outcome import FailedRow, StepResult
 from layline.engine.reading import Reading
@@ -41,6 +41,11 @@ class _Drawn:
 class _StagedFlight(Launched):
     staged: StagedStep
     pending: PendingResult
+
+    @property
+    def crossed(self) -> list[tuple[Crossed, ...]]:
+        """See Launched."""
+        return [found for _, found in sorted(self.staged.crossed.items())]
 
 
 class PipelinedExecutor:

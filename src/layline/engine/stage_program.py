@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from layline.engine.executor import Crossed
 from layline.engine.pass_clock import TimedPass
 from layline.engine.runner import Runner
 from layline.engine.step import MeshStep
@@ -20,10 +21,14 @@ Finish = Callable[[Runner, torch.Tensor], Any]
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """One step for all stages; ``timed`` gets what each stage took, by number."""
+    """One step for all stages.
+
+    By a stage's number ``timed`` gets what it took, and ``crossed`` what it handed on.
+    """
 
     step: MeshStep
     finish: Finish
+    crossed: dict[int, tuple[Crossed, ...]] = field(default_factory=dict)
     timed: dict[int, TimedPass] = field(default_factory=dict)
 
 
@@ -60,6 +65,9 @@ class ModelStage:
             result = step.finish(self._runner, crossing)
         else:
             result = crossing
+            step.crossed[self._index] = tuple(
+                Crossed(name, len(tensor), tensor.nbytes) for name, tensor in crossing.items()
+            )
         clock.lap("execute")
         step.timed[self._index] = clock.take()
         return result
