@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,12 @@ def found_in(outputs: Sequence[GenerationOutput]) -> list[tuple[Any, ...]]:
 def stream_threads() -> list[str]:
     """The threads of streams that are there, by name."""
     return [each.name for each in threading.enumerate() if each.name.startswith("stream ")]
+
+
+@contextmanager
+def ended_streams() -> Iterator[None]:
+    """What runs within leaves no thread of a stream behind."""
+    gc.collect()  # Those of other tests, if any: what is left to the collector here is to be seen.
+    assert stream_threads() == []
+    yield
+    assert stream_threads() == []

@@ -23,10 +23,10 @@ from support.pipelined import (
     LAYERS,
     PROMPTS,
     count,
+    ended_streams,
     found_in,
     save_deep,
     staged,
-    stream_threads,
     watched,
 )
 
@@ -75,8 +75,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert stream_threads() == []
+    with ended_streams():
+        yield
 
 
 def check(case: Case, way: dict[str, Any]) -> None:

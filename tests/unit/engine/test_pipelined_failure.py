@@ -14,7 +14,7 @@ from layline import LLM, SamplingParams
 from layline.engine.answers import Submission
 from layline.engine.async_engine import AsyncEngine
 from layline.errors import RunError, UnsplitError
-from support.pipelined import PROMPTS, save_deep, staged, stream_threads, watched
+from support.pipelined import PROMPTS, ended_streams, save_deep, staged, stream_threads, watched
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 PLANTED = "RuntimeError: planted, in two lines"
@@ -25,12 +25,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_deep(tmp_path_factory.mktemp("deep"), "llama")
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    with ended_streams():
+        yield
+
+
 @pytest.fixture
-def llm(directory: str) -> Iterator[LLM]:
+def llm(directory: str, no_thread_is_left: None) -> Iterator[LLM]:
     with LLM(directory, threads=1, pp_stages=4) as llm:
         assert len(stream_threads()) == 4 + 2, "stages, the caller and readback"
         yield llm
-    assert stream_threads() == []
 
 
 def plant(llm: LLM, stage: int, after: int, error: type[BaseException] = RuntimeError) -> None:

@@ -22,10 +22,10 @@ from support.pipelined import (
     LAYERS,
     PROMPTS,
     count,
+    ended_streams,
     found_in,
     save_deep,
     staged,
-    stream_threads,
     watched,
 )
 from support.writer import save_writer
@@ -41,8 +41,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert stream_threads() == []
+    with ended_streams():
+        yield
 
 
 def model(directory: str | Path, num_stages: int = 3, **flags: Any) -> LLM:

@@ -18,8 +18,8 @@ from layline.cli.serve import announce
 from layline.errors import UsageError
 from layline.serve.settings import ServeSettings
 from layline.serve.summary import pipeline_text, plan_lines
+from support.pipelined import ended_streams
 from support.pipelined import staged as staged_executor
-from support.pipelined import stream_threads
 from support.serving import (
     NAME,
     Server,
@@ -53,9 +53,9 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def staged(checkpoint: tuple[Path, Any]) -> Iterator[LLM]:
-    with LLM(str(checkpoint[0]), threads=1, max_model_len=512, pp_stages=3) as llm:
+    flags: dict[str, Any] = {"threads": 1, "max_model_len": 512, "pp_stages": 3}
+    with ended_streams(), LLM(str(checkpoint[0]), **flags) as llm:
         yield llm
-    assert stream_threads() == []
 
 
 def body(number: int, **more: Any) -> dict[str, Any]:
