@@ -8,9 +8,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ import torch
 
 from layline import LLM
 from layline.engine.async_engine import AsyncEngine
+from layline.engine.pipeline_plan import PipelinePlan, plan_pipeline
 from layline.engine.planned import ModelPlan, open_plan
 from layline.serve.app import build_app
 from layline.serve.page.description import describe
@@ -58,6 +59,12 @@ def plan_of(llm: LLM, **changes: Any) -> ModelPlan:
     return open_plan(flags.pop("model"), flags, "ordinary")
 
 
+def staged_plan_of(llm: LLM, **changes: Any) -> PipelinePlan | None:
+    """The same over pipeline stages, None for one."""
+    engine = replace(llm.engine_config, **changes)
+    return plan_pipeline(plan_of(llm, **changes), engine, {}, print)
+
+
 @contextmanager
 def engine_on(llm: LLM, max_open: int | None) -> Iterator[AsyncEngine]:
     """The one asynchronous engine of a model: two at once would take each other's tokens.
@@ -90,7 +97,7 @@ def service_on(llm: LLM, max_open: int | None = None, **settings: Any) -> Iterat
             tokenizer=llm.tokenizer,
             max_model_len=llm.max_model_len,
             settings=ServeSettings(model_name=NAME, **settings),
-            about=describe(plan_of(llm), llm.engine_config),
+            about=describe(plan_of(llm), llm.engine_config, staged_plan_of(llm)),
             kv_bytes=usable_kv_bytes(llm),
             pooling=llm.facts.pooling,
             hidden_size=llm.facts.config.hidden_size,
@@ -151,10 +158,15 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path | str, folder: Path, *flags: str) -> Iterator[Server]:
-    """Start a server on a free port, wait until it says where it is, and end it."""
+def serving(
+    model: Path | str, folder: Path, *flags: str, program: Sequence[str] = ("-m", "layline")
+) -> Iterator[Server]:
+    """Start a server on a free port, wait until it says where it is, and end it.
+
+    ``program`` is what Python is given to be the command line.
+    """
     log = folder / f"serve-{time.monotonic_ns()}.log"
-    command = [sys.executable, "-m", "layline", "serve", str(model), "--port", "0", *flags]
+    command = [sys.executable, *program, "serve", str(model), "--port", "0", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
         log.open("w") as errors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +14,13 @@ from layline.cli import session
 from layline.cli.options import ModelArgument, ModelOption, RunOptions, choice_option
 from layline.cli.output import write_line
 from layline.cli.values import integer, seconds, size
-from layline.config import DEFAULT_MODEL, EngineConfig, api_keys_environment, shorten
+from layline.config import (
+    DEFAULT_MODEL,
+    EngineConfig,
+    api_keys_environment,
+    door_environment,
+    shorten,
+)
 from layline.errors import UsageError
 from layline.serve.hosts import ANY, host_of
 from layline.serve.settings import TOOL_PARSERS, ServeSettings
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     import socket
 
     from layline.engine.llm import LLM
+    from layline.engine.pipeline_plan import PipelinePlan
     from layline.engine.planned import ModelPlan
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -180,25 +188,29 @@ def serve(
     settings = options.settings(name)
     require_packages()
     from layline.serve import logs, server
+    from layline.serve.page.description import describe
 
     logs.configure(options.log_level, as_json=options.log_json)
     # Before the model: a port that is taken must not cost the time to load.
     with server.bind(settings.host, settings.port) as sock:
         settings = replace(settings, address=str(sock.getsockname()[0]))
-        planned = announce(name, run, settings)
+        planned, staged = announce(name, run, settings)
         begin = perf_counter()
         with session.open_llm(name, run) as llm:
             logs.tell_loaded(llm, perf_counter() - begin)
             server.listen(sock, settings.host, settings.port)
-            return serve_on(sock, llm, settings, planned)
+            about = describe(planned, llm.engine_config, staged)
+            return serve_on(sock, llm, settings, about)
 
 
-def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings, planned: ModelPlan) -> int:
-    """Serve a loaded model, as it was planned, on a listening socket; the exit status."""
+def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings, about: dict[str, Any]) -> int:
+    """Serve a loaded model on a listening socket; the exit status.
+
+    ``about`` is what the status page says of it.
+    """
     from layline.engine.async_engine import AsyncEngine
     from layline.serve import server
     from layline.serve.app import build_app
-    from layline.serve.page.description import describe
     from layline.serve.service import Service
     from layline.serve.summary import usable_kv_bytes
 
@@ -217,7 +229,7 @@ def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings, planned: Mo
         tokenizer=llm.tokenizer,
         max_model_len=llm.max_model_len,
         settings=settings,
-        about=describe(planned, llm.engine_config),
+        about=about,
         kv_bytes=usable_kv_bytes(llm),
         pooling=llm.facts.pooling,
         hidden_size=llm.facts.config.hidden_size,
@@ -231,23 +243,27 @@ def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings, planned: Mo
     return status
 
 
-def announce(model: str, run: RunOptions, settings: ServeSettings) -> ModelPlan:
-    """Log what will run and whether it fits, before anything is loaded; the plan."""
+def announce(
+    model: str, run: RunOptions, settings: ServeSettings
+) -> tuple[ModelPlan, PipelinePlan | None]:
+    """Log what will run and whether it fits, before anything is loaded.
+
+    Returns the plan, and that of several pipeline stages.
+    """
     import logging
 
-    from layline.engine.planned import open_plan
     from layline.serve.summary import effective, plan_lines, safety_lines
 
     log = logging.getLogger("layline.serve")
     keywords = run.keywords()
+    engine = EngineConfig(**{**keywords, "model": model})
     try:
-        planned = open_plan(model, keywords, "ordinary")
+        planned, staged = open_plans(engine, keywords)
     except UsageError as error:
         raise type(error)(session.with_flags(str(error))) from None
-    engine = EngineConfig(**{**keywords, "model": model})
-    for level, line in plan_lines(planned, engine):
+    for level, line in plan_lines(planned, engine, staged):
         log.log(logging.getLevelName(level), line)
-    shown = effective(planned, engine, settings)
+    shown = effective(planned, engine, settings, staged)
     log.info(
         "configuration: %s",
         " ".join(f"{name}={value}" for name, value in shown.items()),
@@ -255,7 +271,23 @@ def announce(model: str, run: RunOptions, settings: ServeSettings) -> ModelPlan:
     )
     for line in safety_lines(settings):
         log.warning(line)
-    return planned
+    return planned, staged
+
+
+def open_plans(
+    engine: EngineConfig, keywords: Mapping[str, Any]
+) -> tuple[ModelPlan, PipelinePlan | None]:
+    """The model's plan, and that of its pipeline. Raises UsageError for what cannot run."""
+    from layline.engine.launch import refuse_beside_stages
+    from layline.engine.pipeline_plan import plan_pipeline
+    from layline.engine.planned import open_plan
+
+    planned = open_plan(engine.model, keywords, "ordinary")
+    # Doors are warned of when the model is loaded.
+    staged = plan_pipeline(planned, engine, door_environment(), lambda message: None)
+    if staged is not None:
+        refuse_beside_stages(engine, staged.placement.num_stages)
+    return planned, staged
 
 
 def checked_host(name: str) -> str:

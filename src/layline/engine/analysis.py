@@ -1,4 +1,5 @@
-"""Run a model for a few steps and compare every collective of every rank with its plan."""
+"""Run a model for a few steps; compare every collective of every rank, and what crosses each cut,
+with its plan."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from layline.comm.groups import CollectiveRecord
 from layline.config import EngineConfig
 from layline.engine.balance import MeshScheduler, SampleRow
 from layline.engine.core import Engine
-from layline.engine.executor import Executor, ForwardingExecutor, Launched
+from layline.engine.executor import Crossed, Executor, ForwardingExecutor, Launched
 from layline.engine.facts import ModelFacts
 from layline.engine.launch import launch
+from layline.engine.pipeline_plan import PipelinePlan
 from layline.engine.planned import ITEMSIZES, ModelPlan
 from layline.engine.step import MeshStep
 from layline.models.parallel import Shards
+from layline.pipeline.fence import boundaries
 from layline.sampling import SamplingParams
 from layline.weights.quantized import FOUR_BIT
 
@@ -27,19 +30,45 @@ NEW_TOKENS = 4
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step that ran, and by rank the collectives of it."""
+    """One step that ran, by rank the collectives of it, and what else is known of it."""
 
     step: MeshStep
     records: Sequence[Sequence[CollectiveRecord]]
+    launched: Launched = field(default_factory=Launched)
 
 
 @dataclass
 class Analysis:
-    """What ran beside what was planned. ``kinds`` counts the steps of each kind of batch."""
+    """What ran beside what was planned. ``kinds`` counts the steps of each kind of batch.
+
+    ``cuts`` are those of a pipeline, ``cut_differences`` tells of them what differs, in words.
+    """
 
     ranks: int
     kinds: dict[str, int] = field(default_factory=dict)
     comparison: Comparison = field(default_factory=Comparison)
+    cuts: list[CutTotal] = field(default_factory=list)
+    cut_differences: list[str] = field(default_factory=list)
+
+    @property
+    def agrees(self) -> bool:
+        """True when every step ran as planned."""
+        return self.comparison.agrees and not self.cut_differences
+
+    @property
+    def differences(self) -> list[str]:
+        """What differs, in words."""
+        return [*self.comparison.differences, *self.cut_differences]
+
+
+@dataclass
+class CutTotal:
+    """What crossed the cut before ``layer`` in all steps. Planned bytes are the most there are."""
+
+    layer: int
+    crossings: int = 0
+    planned_bytes: int = 0
+    bytes: int = 0
 
 
 class RecordedExecutor(ForwardingExecutor):
@@ -57,15 +86,18 @@ class RecordedExecutor(ForwardingExecutor):
     ) -> Launched:
         """See Executor. Waits for the step, whose records are to be told from the next one's."""
         launched = super().launch(step, rows, before)
-        self.steps.append(RecordedStep(step, self.collectives()))
+        self.steps.append(RecordedStep(step, self.collectives(), launched))
         return launched
 
 
-def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
+def analyse(
+    plan: ModelPlan, flags: Mapping[str, Any], staged: PipelinePlan | None = None
+) -> Analysis:
     """Run the planned model on short prompts, one for each attention DP rank, and compare.
 
-    ``plan`` has the sizes that the kernels return (:func:`with_kernel_sizes`). The prompts end at
-    different steps, so that ranks idle in the last ones. Raises what a run can.
+    ``plan`` has the sizes that the kernels return (:func:`with_kernel_sizes`), ``staged`` is its
+    pipeline of several stages. The prompts end at different steps, so that ranks idle in the last
+    ones. Raises what a run can.
     """
     # Drafts change how many rows a step has, which the plan's examples do not know.
     flags = {name: value for name, value in flags.items() if not name.startswith("speculative")}
@@ -74,7 +106,9 @@ def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
     recorded = RecordedExecutor(executor)
     try:
         # Without shared blocks every trial computes what its plan says.
-        scheduler = MeshScheduler.of(config, executor.num_blocks, shares=False)
+        scheduler = MeshScheduler.of(
+            config, executor.num_blocks, shares=False, num_stages=model.microbatches(config)
+        )
         engine = Engine(model, scheduler, recorded, in_flight=model.in_flight(config))
         requests = [
             engine.submit(
@@ -87,7 +121,10 @@ def analyse(plan: ModelPlan, flags: Mapping[str, Any]) -> Analysis:
         engine.run(requests)
     finally:
         executor.close()
-    return compare_steps(plan, recorded.steps)
+    analysis = compare_steps(plan, recorded.steps)
+    if staged is not None:
+        compare_cuts(staged, recorded.steps, analysis)
+    return analysis
 
 
 def trial_prompts(plan: ModelPlan) -> list[tuple[list[int], int]]:
@@ -130,6 +167,47 @@ def compare_steps(plan: ModelPlan, steps: Sequence[RecordedStep]) -> Analysis:
             )
             analysis.comparison.add(f"step {number} ({kind}), rank {rank}", planned, records)
     return analysis
+
+
+def compare_cuts(staged: PipelinePlan, steps: Sequence[RecordedStep], analysis: Analysis) -> None:
+    """Compare what crossed each cut in each step: tensors, rows and bytes.
+
+    Where kernels decide an output's dtype the plan has the widest, and fewer bytes may cross.
+    """
+    layers = boundaries(staged.fence)
+    analysis.cuts = [CutTotal(layer) for layer in layers]
+    for number, ran in enumerate(steps):
+        tokens = sum(part.num_tokens for part in ran.step.parts)
+        crossed = [*ran.launched.crossed]
+        if len(crossed) != len(layers):
+            analysis.cut_differences.append(
+                f"step {number}: {len(layers)} cuts are planned, {len(crossed)} were crossed"
+            )
+            continue
+        for cut, planned, total in zip(crossed, staged.cuts, analysis.cuts, strict=True):
+            total.crossings += 1
+            wanted = [
+                Crossed(each.name, tokens, round(tokens * staged.bytes_per_token(each)))
+                for each in planned.tensors
+            ]
+            total.planned_bytes += sum(each.num_bytes for each in wanted)
+            total.bytes += sum(each.num_bytes for each in cut)
+            if not _crossed_as(wanted, cut, narrower=staged.assumes_outputs):
+                analysis.cut_differences.append(
+                    f"step {number}, cut before layer {total.layer}: planned {_listed(wanted)}, "
+                    f"ran {_listed(cut)}"
+                )
+
+
+def _crossed_as(wanted: Sequence[Crossed], cut: Sequence[Crossed], *, narrower: bool) -> bool:
+    if [(each.name, each.rows) for each in wanted] != [(each.name, each.rows) for each in cut]:
+        return False
+    pairs = [(one.num_bytes, other.num_bytes) for one, other in zip(wanted, cut, strict=True)]
+    return all(ran == most or (narrower and ran < most) for most, ran in pairs)
+
+
+def _listed(tensors: Sequence[Crossed]) -> str:
+    return ", ".join(f"{one.name} of {one.rows} rows ({one.num_bytes} bytes)" for one in tensors)
 
 
 def with_kernel_sizes(plan: ModelPlan) -> ModelPlan:

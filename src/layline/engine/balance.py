@@ -151,7 +151,7 @@ class MeshScheduler:
         """The schedulers that a configuration asks for, each over ``num_blocks`` cache blocks.
 
         ``shares`` False keeps requests from sharing blocks even where the configuration allows it;
-        ``num_stages`` are those of the pipeline.
+        ``num_stages`` are those of a pipeline with as many steps under way.
         """
         shares = shares and engine.prefix_cache
         parts = [

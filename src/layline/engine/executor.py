@@ -60,10 +60,24 @@ class MemoryUse:
     worker_peaks: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Crossed:
+    """One tensor that crossed a cut in a step; ``num_bytes`` are those of all its rows."""
+
+    name: str
+    rows: int
+    num_bytes: int
+
+
 class Launched:
     """A step that an executor has taken on; what more it is only that executor knows."""
 
     __slots__ = ()
+
+    @property
+    def crossed(self) -> Sequence[Sequence[Crossed]]:
+        """By cut, what crossed it; known once the step is collected, empty on one stage."""
+        return ()
 
 
 class Executor(Protocol):

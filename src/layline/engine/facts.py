@@ -86,6 +86,10 @@ class ServedModel:
         alone = engine.overlap is False or engine.speculative != "off"
         return 1 if alone else self.num_stages
 
+    def microbatches(self, engine: EngineConfig) -> int:
+        """Steps over which those that decode are spread: with one under way at a time it is one."""
+        return 1 if self.num_stages == 1 else self.in_flight(engine)
+
     @property
     def valid_vocab(self) -> int:
         """Ids that may be sampled: rows beyond the tokenizer's vocabulary are padding."""

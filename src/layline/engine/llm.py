@@ -65,7 +65,7 @@ class LLM:
             self.engine_config,
             executor.num_blocks,
             shares=self._model.facts.shares_prefixes,
-            num_stages=self._model.num_stages,
+            num_stages=self._model.microbatches(self.engine_config),
         )
         speculation = make_speculation(self.engine_config, self._model, scheduler, executor)
         self._engine = Engine(

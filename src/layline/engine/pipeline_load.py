@@ -14,6 +14,7 @@ from layline.config import EngineConfig, default_threads
 from layline.engine import kv
 from layline.engine.facts import ModelFacts
 from layline.engine.model import LoadedModel, load_part
+from layline.engine.pass_clock import PassClock
 from layline.engine.pipelined import PipelinedExecutor
 from layline.engine.stage_program import ModelStage
 from layline.engine.step_times import StepTimes
@@ -67,10 +68,13 @@ class StagePlan:
 def load_stages(plan: StagePlan, checkpoint: Checkpoint) -> list[LoadedModel]:
     """Every stage's weights, from the tensors of its own layers; caches are bound later."""
     mesh = Mesh(plan.facts.spec)
-    return [
-        load_part(plan.facts, checkpoint, mesh, plan.device(index), plan.part(index))
-        for index in range(plan.num_stages)
-    ]
+    stages = []
+    for index in range(plan.num_stages):
+        device = plan.device(index)
+        stage = load_part(plan.facts, checkpoint, mesh, device, plan.part(index))
+        stage.runner.clock = PassClock(device, index)
+        stages.append(stage)
+    return stages
 
 
 def fitting_blocks(plan: StagePlan, stages: Sequence[LoadedModel]) -> int:

@@ -53,6 +53,21 @@ class PipelineMemory:
     holds_longest: bool | None
 
     @property
+    def weights(self) -> int:
+        """Bytes of weights on all stages."""
+        return sum(stage.weights for stage in self.stages)
+
+    @property
+    def kv(self) -> int:
+        """Bytes of keys and values on all stages."""
+        return sum(stage.kv for stage in self.stages)
+
+    @property
+    def slots(self) -> int:
+        """Bytes of the slots between them."""
+        return sum(stage.slots for stage in self.stages)
+
+    @property
     def fits(self) -> bool | None:
         """Whether everything fits, None where a device's memory is unknown."""
         verdicts = [stage.fits for stage in self.stages]

@@ -12,7 +12,7 @@ import torch
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
 from layline.engine.drawing import DrawnRows, draw_rows
-from layline.engine.executor import Launched, MemoryUse, RowSpec, SamplingRows
+from layline.engine.executor import Crossed, Launched, MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
 from layline.engine.outcome import FailedRow, StepResult
 from layline.engine.reading import Reading
@@ -42,6 +42,11 @@ class _StagedFlight(Launched):
     staged: StagedStep
     pending: PendingResult
 
+    @property
+    def crossed(self) -> list[tuple[Crossed, ...]]:
+        """See Launched."""
+        return [found for _, found in sorted(self.staged.crossed.items())]
+
 
 class PipelinedExecutor:
     """The whole model in this process, its stages on streams of their own.
@@ -68,6 +73,7 @@ class PipelinedExecutor:
 
     def admit(self, request_id: int, _: int, spec: RowSpec, /) -> None:
         """See Executor."""
+        self._check()
         self._rows.admit(request_id, spec)
 
     def release(self, request_id: int, _: int, /) -> None:
@@ -78,24 +84,33 @@ class PipelinedExecutor:
         self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], _: Launched | None, /
     ) -> Launched:
         """See Executor. The plan knows every token, so no step waits for the one before."""
-        if self._failure is not None:
-            raise self._failure
+        self._check()
         (part,) = step.parts
+        assert min(part.token_ids, default=0) >= 0, "a step is fed a token that nobody knows yet"
         finish = partial(_finish, self._sampler, step, self._rows.at(part, rows[0]))
         staged = StagedStep(step, finish)
         verifies = any(row.ahead for row in rows[0])
         loop = self.loops.verify if verifies else self.loops.microbatch
-        return _StagedFlight(staged, loop(staged))
+        try:
+            return _StagedFlight(staged, loop(staged))
+        except RunError as error:
+            # A cut that grows waits for a stage, which may have failed meanwhile.
+            self._failure = error
+            raise
 
     def collect(self, launched: Launched, /) -> StepResult:
         """See Executor."""
         assert isinstance(launched, _StagedFlight)
+        self._check()
         begin = perf_counter()
         try:
             found: _Drawn = launched.pending.wait(WAIT_S)
-        except Exception as error:
+        except RunError as error:
             # What followed the step in the stages cannot be told apart from it any more.
-            self._failure = RunError(f"a pipeline stage failed: {error}")
+            self._failure = error
+            raise
+        except Exception as error:
+            self._failure = RunError(f"the pipeline failed: {type(error).__name__}: {error}")
             raise self._failure from error
         outcomes = found.drawn.read()
         passes = [timed.times() for _, timed in sorted(launched.staged.timed.items())]
@@ -108,6 +123,7 @@ class PipelinedExecutor:
 
     def memory(self) -> MemoryUse:
         """See Executor."""
+        self._check()
         return MemoryUse(
             sum(stage.weight_bytes for stage in self.stages),
             sum(stage.cache_bytes for stage in self.stages),
@@ -124,6 +140,11 @@ class PipelinedExecutor:
     def close(self, _: int = 0, /) -> None:
         """End the stages' streams."""
         self._streams.close()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            # A new object: one that is raised twice collects both tracebacks.
+            raise RunError(*self._failure.args) from self._failure
 
 
 def _finish(

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from layline.engine.executor import Crossed
 from layline.engine.pass_clock import TimedPass
 from layline.engine.runner import Runner
 from layline.engine.step import MeshStep
+from layline.errors import RunError
 from layline.pipeline.payload import Payload, room_for
 
 Finish = Callable[[Runner, torch.Tensor], Any]
@@ -19,10 +21,14 @@ Finish = Callable[[Runner, torch.Tensor], Any]
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """One step for all stages; ``timed`` gets what each stage took, by number."""
+    """One step for all stages.
+
+    By a stage's number ``timed`` gets what it took, and ``crossed`` what it handed on.
+    """
 
     step: MeshStep
     finish: Finish
+    crossed: dict[int, tuple[Crossed, ...]] = field(default_factory=dict)
     timed: dict[int, TimedPass] = field(default_factory=dict)
 
 
@@ -41,7 +47,17 @@ class ModelStage:
         return room_for((tokens, self._runner.model.config.hidden_size), torch.float32)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
-        """The stage's part of the step; of the last stage what ``finish`` makes of it."""
+        """The stage's part of the step; of the last stage what ``finish`` makes of it.
+
+        Raises RunError with the stage's number for whatever goes wrong in it.
+        """
+        try:
+            return self._run(step, entering)
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RunError(f"pipeline stage {self._index} failed: {words}") from error
+
+    def _run(self, step: StagedStep, entering: Payload | None) -> Any:
         clock = self._runner.clock
         clock.start()
         crossing = self._runner.walk(step.step, entering)
@@ -49,6 +65,9 @@ class ModelStage:
             result = step.finish(self._runner, crossing)
         else:
             result = crossing
+            step.crossed[self._index] = tuple(
+                Crossed(name, len(tensor), tensor.nbytes) for name, tensor in crossing.items()
+            )
         clock.lap("execute")
         step.timed[self._index] = clock.take()
         return result

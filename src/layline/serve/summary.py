@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from layline.config import EngineConfig, threads_of_rank
+from layline.engine.pipeline_plan import PipelinePlan
 from layline.engine.planned import ModelPlan
-from layline.serve.page.description import mesh_text
+from layline.pipeline.fence import boundaries
+from layline.serve.page.description import layers_text, mesh_text
 from layline.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -17,8 +20,10 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
-def plan_lines(planned: ModelPlan, engine: EngineConfig) -> Iterator[tuple[str, str]]:
-    """(level, line) of the model, its mesh and its memory, from the configuration alone."""
+def plan_lines(
+    planned: ModelPlan, engine: EngineConfig, staged: PipelinePlan | None = None
+) -> Iterator[tuple[str, str]]:
+    """(level, line) of the model, its mesh, its pipeline and its memory, before it is loaded."""
     facts = planned.facts
     quantised = ", quantised matrices kept for decode" if facts.packed else ""
     yield (
@@ -32,9 +37,56 @@ def plan_lines(planned: ModelPlan, engine: EngineConfig) -> Iterator[tuple[str, 
     yield (
         "INFO",
         f"plan: {mesh_text(facts.spec.topology)}, {policy}, {collectives} collectives a step; "
-        f"pipeline of 1 stage, layers 0 to {facts.config.num_layers - 1}",
+        f"{pipeline_text((0, facts.config.num_layers) if staged is None else staged.fence)}",
     )
-    yield memory_line(planned, engine)
+    if staged is None:
+        yield memory_line(planned, engine)
+        return
+    for stage in range(len(staged.memory.stages)):
+        yield stage_line(staged, stage)
+    yield pipeline_memory_line(staged, engine)
+
+
+def pipeline_text(fence: Sequence[int]) -> str:
+    """``pipeline of 2 stages, layers 0 to 1, layer 2``."""
+    layers = [layers_text(range(first, end)) for first, end in pairwise(fence)]
+    return f"pipeline of {len(layers)} stage{'s' if len(layers) > 1 else ''}, {', '.join(layers)}"
+
+
+def stage_line(staged: PipelinePlan, stage: int) -> tuple[str, str]:
+    """(level, line) of what a pipeline stage will hold on its device."""
+    share, held = staged.shares[stage], staged.memory.stages[stage]
+    device = f"{staged.model.room.device}:{staged.placement.devices[stage]}"
+    text = (
+        f"memory of stage {stage} on {device}, {layers_text(share.layers)}: weights "
+        f"{mib(held.weights)}, keys and values {mib(held.kv)}, slots {mib(held.slots)}; "
+        f"{mib(held.total)} in all"
+    )
+    if held.device_bytes is None:
+        return "INFO", f"{text}; its device's memory is looked at when it loads"
+    verdict = "fits in" if held.fits else "does not fit in"
+    return (
+        "INFO" if held.fits else "WARNING",
+        f"{text}: {verdict} the {mib(held.device_bytes)} of its device",
+    )
+
+
+def pipeline_memory_line(staged: PipelinePlan, engine: EngineConfig) -> tuple[str, str]:
+    """(level, line) of all stages together, and of the cache that they share out."""
+    facts, memory = staged.model.facts, staged.memory
+    total = memory.weights + memory.kv + memory.slots
+    kept = ", less where they stay quantised" if facts.packed else ""
+    text = (
+        f"memory of {len(memory.stages)} stages: weights {mib(memory.weights)} as "
+        f"{facts.dtype}{kept}, keys and values {mib(memory.kv)} as {facts.kv_dtype} "
+        f"({memory.cached_tokens:,} tokens, at most {engine.max_running} requests of "
+        f"{facts.max_model_len:,}), slots between pipeline stages {mib(memory.slots)} for steps of "
+        f"{staged.slot_tokens:,} tokens; {mib(total)} in all"
+    )
+    if memory.holds_longest is False:
+        longest = f"one request of {facts.max_model_len:,} tokens has no room"
+        return "WARNING", f"{text}: does not fit, {longest}"
+    return "INFO", text
 
 
 def memory_line(planned: ModelPlan, engine: EngineConfig) -> tuple[str, str]:
@@ -75,7 +127,12 @@ def mib(num_bytes: int) -> str:
     return f"{size:,.1f} MiB" if 0 < size < 10 else f"{size:,.0f} MiB"
 
 
-def effective(planned: ModelPlan, engine: EngineConfig, settings: ServeSettings) -> dict[str, Any]:
+def effective(
+    planned: ModelPlan,
+    engine: EngineConfig,
+    settings: ServeSettings,
+    staged: PipelinePlan | None = None,
+) -> dict[str, Any]:
     """Every setting with the value it has, where flags left that to the model or the machine."""
     facts = planned.facts
     topology = facts.spec.topology
@@ -86,7 +143,12 @@ def effective(planned: ModelPlan, engine: EngineConfig, settings: ServeSettings)
         "dense_tp": topology.dense_tp,
         "boundary_reduction": facts.spec.policy.value,
         "max_model_len": facts.max_model_len,
+        "pp_stages": 1,
     }
+    if staged is not None:
+        resolved["pp_stages"] = staged.placement.num_stages
+        resolved["pp_splits"] = boundaries(staged.fence)
+        resolved["pp_devices"] = staged.placement.devices
     return {**settings.shown(), **asdict(engine), **resolved}
 
 

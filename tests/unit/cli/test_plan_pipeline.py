@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,11 +14,13 @@ from xml.etree import ElementTree
 import pytest
 
 from layline.config import EngineConfig
-from layline.engine import room
+from layline.engine import pipeline_plan, room
 from layline.engine.pipeline_plan import PipelinePlan, plan_pipeline
 from layline.engine.planned import open_plan
+from layline.engine.stage_program import ModelStage
 from layline.errors import PlacementError
 from layline.pipeline.cuts import PartCost, StackCost
+from layline.pipeline.loops import Loops
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -257,7 +260,11 @@ def test_doors_count_for_a_plan(layline: Any, folder: Any, monkeypatch: pytest.M
         (["--pp-stages", "2", "--pp-devices", "0,1,2"], ["names 3 devices", "expected 2"]),
         (["--draw", "a.svg"], ["there is one stage", "--pp-stages of at least 2"]),
         (["--pp-stages", "2", "--draw", "/no/such/a.svg"], ["'/no/such/a.svg'", "No such file"]),
-        (["--pp-stages", "2", "--analyze"], ["--pp-stages 2 cannot run in this version"]),
+        (["--pp-stages", "2", "--tp", "2", "--analyze"], ["--tp 2 does not run with 2 pipeline"]),
+        (
+            ["--pp-stages", "2", "--pp-processes", "2", "--analyze"],
+            ["--pp-processes 2 does not run", "expected 1, or --pp-stages 1"],
+        ),
     ],
 )
 def test_a_pipeline_that_cannot_be(
@@ -267,6 +274,65 @@ def test_a_pipeline_that_cannot_be(
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:
         assert word in done.err
+
+
+def test_analyze_runs_the_stages(
+    layline: Any, folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    microbatch = Loops.microbatch
+
+    def counted(self: Any, *given: Any, **options: Any) -> Any:
+        ran.append(len(self.runtime.stages))
+        return microbatch(self, *given, **options)
+
+    monkeypatch.setattr(Loops, "microbatch", counted)
+    data = as_json(layline, folder(), "--pp-stages", "3", "--analyze", "--max-model-len", "64")
+    analysis = data["analysis"]
+    assert (analysis["agrees"], analysis["differences"]) == (True, [])
+    steps = sum(analysis["steps"].values())
+    assert ran == [3] * steps
+    # A prompt of 16 tokens, and one for each step after it: two FP32 tensors of 16 values a token.
+    crossed = (16 + steps - 1) * 2 * 16 * 4
+    assert analysis["cuts"] == [
+        {"layer": layer, "crossings": steps, "planned_bytes": crossed, "bytes": crossed}
+        for layer in (2, 4)
+    ]
+    text = layline("plan", folder(), "--pp-stages", "3", "--analyze").out
+    assert "cut before layer 2: 4 crossings, 0.002 MiB planned at most, 0.002 MiB ran" in text
+    assert "analysis passed: every collective and every cut as planned, in order" in text
+
+
+@pytest.mark.parametrize("wrong", ["a tensor less", "twice the bytes", "a cut more"])
+def test_analyze_exits_1_where_a_cut_is_not_as_planned(
+    layline: Any, folder: Any, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    cuts, size = pipeline_plan.plan_cuts, pipeline_plan.crossing_size
+    if wrong == "a tensor less":
+
+        def fewer(*given: Any) -> Any:
+            return [replace(each, tensors=each.tensors[:1]) for each in cuts(*given)]
+
+        monkeypatch.setattr(pipeline_plan, "plan_cuts", fewer)
+        words = ["planned hidden_states of 16 rows (1024 bytes), ran hidden_states of 16 rows"]
+    elif wrong == "twice the bytes":
+        monkeypatch.setattr(pipeline_plan, "crossing_size", lambda *given: 2 * size(*given))
+        words = ["planned hidden_states of 16 rows (2048 bytes)", "residual of 16 rows (1024"]
+    else:
+        run = ModelStage._run
+
+        def silent(self: Any, step: Any, entering: Any) -> Any:
+            found = run(self, step, entering)
+            step.crossed.pop(1, None)
+            return found
+
+        monkeypatch.setattr(ModelStage, "_run", silent)
+        words = ["step 0: 2 cuts are planned, 1 were crossed"]
+    done = layline("plan", folder(), "--pp-stages", "3", "--analyze")
+    text = " ".join(done.out.split())
+    assert done.status == 1
+    assert "analysis FAILED" in text
+    assert all(word in text for word in words)
 
 
 def bars(root: ElementTree.Element) -> list[ElementTree.Element]:

@@ -80,26 +80,42 @@ def test_stages_are_divided_over_processes() -> None:
     assert EngineConfig(pp_stages=2, pp_splits="auto").pp_splits == "auto"
 
 
+TOGETHER = " does not run with {} pipeline stages in this version; expected {}, or pp_stages 1"
+
+
 @pytest.mark.parametrize(
-    ("flags", "door", "message"),
+    ("flags", "door", "name", "expected"),
     [
-        ({"pp_stages": 2}, "", "pp_stages 2 cannot run in this version; expected 1"),
-        ({"pp_stages": 2, "tp": 2}, "", "pp_stages 2 cannot run"),
-        ({}, "3", "LAYLINE_PP_STAGES 3 cannot run in this version; expected 1"),
+        ({"pp_stages": 2, "tp": 2}, "", "tp 2", "1"),
+        ({"pp_stages": 3, "pp_processes": 2}, "", "pp_processes 2", "1"),
+        ({"tp": 2}, "3", "tp 2", "1"),
+        (
+            {"pp_stages": 2, "speculative": "draft", "speculative_model": "self"},
+            "",
+            "speculative draft",
+            "ngram",
+        ),
     ],
 )
-def test_a_run_over_stages_is_refused_before_a_weight_is_read(
+def test_what_stages_do_not_go_with_is_refused_before_a_weight_is_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     flags: dict[str, Any],
     door: str,
-    message: str,
+    name: str,
+    expected: str,
 ) -> None:
     save_tiny(tmp_path, "Llama")
     monkeypatch.setenv("LAYLINE_PP_STAGES", door)
-    for name in ("load_alone", "load_part"):
-        monkeypatch.setattr(f"layline.engine.model.{name}", None)
-    with pytest.raises(UsageError, match=message):
+    for reads in (
+        "layline.engine.model.load_alone",
+        "layline.engine.pipeline_load.load_part",
+        "layline.engine.launch.spawn",
+    ):
+        monkeypatch.setattr(reads, None)
+    flags = {k: str(tmp_path) if v == "self" else v for k, v in flags.items()}
+    message = name + TOGETHER.format(flags.get("pp_stages", door), expected)
+    with pytest.raises(UsageError, match=f"^{message}$"):
         launch(EngineConfig(model=str(tmp_path), **flags))
 
 

@@ -56,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         shares=st.booleans(),
         mixes=st.booleans(),
         ahead=st.integers(1, 2),
+        stages=st.integers(1, 4),
         proposes=st.sampled_from(["nobody", "guesses", "draft model"]),
     )
     def start(
@@ -68,27 +69,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         shares: bool,
         mixes: bool,
         ahead: int,
+        stages: int,
         proposes: str,
     ) -> None:
         self.pools = [
             BlockPool(blocks + 1, PrefixCache() if shares else None) for _ in range(ranks)
         ]
+        # Over stages as many steps are under way, and none is fed what another one draws. Guessing
+        # needs the tokens.
+        self.ahead = 1 if proposes != "nobody" else ahead if stages == 1 else stages
+        self.spreads = stages > 1 and proposes == "nobody"
         parts = [
-            Scheduler(pool, block_size=BLOCK, max_running=running, prefill_tokens=budget)
+            Scheduler(
+                pool,
+                block_size=BLOCK,
+                max_running=running,
+                prefill_tokens=budget,
+                num_stages=stages if self.spreads else 1,
+            )
             for pool in self.pools
         ]
         self.mesh = MeshScheduler(parts, StepRules(quantised_all_reduce=not mixes))
         self.running, self.budget, self.mixes = running, budget, mixes
         # Steps under way, the oldest first, each with what it will say; and how many there may be.
         self.flights: deque[tuple[MeshPlan, list[list[int]]]] = deque()
-        self.ahead = ahead
         self.live: dict[int, Request] = {}
         # By request, the tokens that were drawn for it, known to the host or not.
         self.drawn: dict[int, list[int]] = {}
         self.stopping: set[int] = set()
         self.speculation = self.speculate(proposes, ranks)
-        if self.speculation is not None:
-            self.ahead = 1  # Guessing needs the tokens.
         # By DP rank and slot: the tokens and the salt on which its keys and values depend.
         self.cache: list[dict[int, tuple[str, tuple[int, ...]]]] = [{} for _ in range(ranks)]
 
@@ -258,10 +267,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 decoded = {id(e.request) for e in part.entries[: part.num_decode]}
                 # Those that recompute generated tokens share a limit far above what is tried here.
                 kept = [r for r, losses in ready if r.attn_dp == rank and r.num_preempted == losses]
-                assert all(id(r) in decoded for r in kept), "a decode waits for a prompt"
+                missed = [r for r in kept if id(r) not in decoded]
+                if self.spreads:
+                    share = -(-len(kept) // self.ahead)
+                    assert len(kept) - len(missed) <= share
+                    waits = len(decoded) < share and not all(r.num_pending for r in missed)
+                    assert not waits, "a decode waits for a prompt"
+                else:
+                    assert not missed, "a decode waits for a prompt"
             else:
                 assert part.num_decode in (0, len(part.token_ids))
             written: Counter[int] = Counter()
+            assert not self.spreads or min(part.token_ids) >= 0, "fed what nobody knows"
             row, token_ids = 0, self.fed(part, rank)
             for number, entry in enumerate(part.entries):
                 request, span = entry.request, entry.span

@@ -19,7 +19,7 @@ from layline.serve.page.description import describe
 from layline.serve.service import Service
 from layline.serve.settings import ServeSettings
 from support.browser import Page, chromium, listening, missing_browser
-from support.serving import NAME, plan_of, save_talker, service_on
+from support.serving import NAME, plan_of, save_talker, service_on, staged_plan_of
 
 MISSING = missing_browser()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -259,9 +259,9 @@ WIDTHS = """return [...document.querySelectorAll("#pipeline rect")]
     .map((each) => Number(each.getAttribute("width")))"""
 
 
-def mesh_service(service: Service, llm: LLM, fence: Any = None, **flags: Any) -> Service:
-    plan = plan_of(llm, **flags)
-    return replace(service, about=describe(plan, llm.engine_config, fence))
+def mesh_service(service: Service, llm: LLM, **flags: Any) -> Service:
+    about = describe(plan_of(llm, **flags), llm.engine_config, staged_plan_of(llm, **flags))
+    return replace(service, about=about)
 
 
 def test_the_mesh_is_drawn_with_its_groups(driver: Any, service: Service, llm: LLM) -> None:
@@ -309,7 +309,7 @@ def test_pipeline_stages_are_drawn_as_they_are_listed(
         assert page.count("#groups input") == 0
         assert (page.count("#pipeline .stage"), page.count("#pipeline .cut")) == (1, 0)
         assert page.run(LAYERS) == ["layers 0\u20132"]
-    with listening(build_app(mesh_service(service, llm, fence=(0, 1, 3)))) as url:
+    with listening(build_app(mesh_service(service, llm, pp_stages=2, pp_splits=(1,)))) as url:
         page = Page(driver, url).ready()
         assert (page.count("#pipeline .stage"), page.count("#pipeline .cut")) == (2, 1)
         assert page.run(LAYERS) == ["layers 0\u20130", "layers 1\u20132"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from layline.boundary.planning.simulated_rows import SimulationError
 from layline.boundary.planning.trials import simulate_layers
 from layline.cli.plan.text import table, wrapped
+from layline.engine.pipeline_plan import PipelinePlan
 from layline.engine.planned import ModelPlan
 
 HEADINGS = ("where", "group", "collective", "planned", "ran", "planned MiB", "ran MiB", "ms a rank")
@@ -40,11 +42,13 @@ def simulation(plan: ModelPlan) -> tuple[dict[str, Any], str]:
     return data, wrapped(text)
 
 
-def analysis(plan: ModelPlan, flags: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def analysis(
+    plan: ModelPlan, flags: Mapping[str, Any], staged: PipelinePlan | None = None
+) -> tuple[dict[str, Any], str]:
     """Run the model for a few steps; planned beside executed, as data and as a table."""
     from layline.engine.analysis import analyse
 
-    done = analyse(plan, flags)
+    done = analyse(plan, flags, staged)
     compared = done.comparison
     totals = [
         {
@@ -61,11 +65,12 @@ def analysis(plan: ModelPlan, flags: Mapping[str, Any]) -> tuple[dict[str, Any],
         for (in_compute, group, kind), pair in compared.totals()
     ]
     data = {
-        "agrees": compared.agrees,
+        "agrees": done.agrees,
         "ranks": done.ranks,
         "steps": dict(done.kinds),
         "totals": totals,
-        "differences": list(compared.differences),
+        "cuts": [asdict(cut) for cut in done.cuts],
+        "differences": done.differences,
     }
     return data, analysis_text(data)
 
@@ -91,7 +96,16 @@ def analysis_text(data: dict[str, Any]) -> str:
             )
         )
     lines.append(table(rows, frozenset(range(3, 8))) if len(rows) > 1 else "no collective")
+    lines += [
+        f"cut before layer {cut['layer']}: {cut['crossings']} crossings, "
+        f"{cut['planned_bytes'] / (1 << 20):,.3f} MiB planned at most, "
+        f"{cut['bytes'] / (1 << 20):,.3f} MiB ran"
+        for cut in data["cuts"]
+    ]
     found = data["differences"]
+    if not found and data["cuts"]:
+        lines.append("analysis passed: every collective and every cut as planned, in order")
+        return "\n".join(lines)
     if not found:
         lines.append("analysis passed: every collective ran as planned, in order, on every rank")
         return "\n".join(lines)

@@ -16,6 +16,7 @@ from layline.config import EngineConfig, door_environment, elastic_environment
 from layline.errors import UsageError
 
 if TYPE_CHECKING:
+    from layline.engine.pipeline_plan import PipelinePlan
     from layline.engine.planned import ModelPlan
 
 
@@ -100,10 +101,10 @@ def show(model: str, options: PlanOptions, run: RunOptions) -> int:
 
         planned = with_kernel_sizes(planned)
     data: dict[str, Any] = as_data(planned)
-    pipeline = add_pipeline(model, options, run, planned, data)
-    sections = [as_text(data)]
-    if pipeline:
-        sections.append(pipeline)
+    staged = open_pipeline(model, options, run, planned)
+    data["pipeline"] = None
+    pipeline = [] if staged is None else [add_pipeline(options, planned, staged, data)]
+    sections = [as_text(data), *pipeline]
     passed = True
     if options.simulate:
         from layline.cli.plan.checks import simulation
@@ -114,7 +115,7 @@ def show(model: str, options: PlanOptions, run: RunOptions) -> int:
     if options.analyze:
         from layline.cli.plan.checks import analysis
 
-        data["analysis"], text = analysis(planned, {**run.keywords(), "model": model})
+        data["analysis"], text = analysis(planned, {**run.keywords(), "model": model}, staged)
         sections.append(text)
         passed &= data["analysis"]["agrees"]
     if options.json:
@@ -124,25 +125,26 @@ def show(model: str, options: PlanOptions, run: RunOptions) -> int:
     return 0 if passed else 1
 
 
-def add_pipeline(
-    model: str, options: PlanOptions, run: RunOptions, planned: ModelPlan, data: dict[str, Any]
-) -> str:
-    """Plan the pipeline, add it to ``data``, draw it where asked; its text, empty for one stage.
-
-    Raises UsageError for a drawing of one stage.
-    """
+def open_pipeline(
+    model: str, options: PlanOptions, run: RunOptions, planned: ModelPlan
+) -> PipelinePlan | None:
+    """Plan the pipeline, None for one stage. Raises UsageError for a drawing of one stage."""
     from layline.engine.pipeline_plan import plan_pipeline
 
     engine = EngineConfig(**run.keywords(), model=model)
     found = plan_pipeline(planned, engine, door_environment(), warn)
-    data["pipeline"] = None
-    if found is None:
-        if options.draw is not None:
-            raise UsageError(
-                f"--draw {options.draw!r} draws the schedule of pipeline stages, and there is one "
-                "stage; expected --pp-stages of at least 2"
-            )
-        return ""
+    if found is None and options.draw is not None:
+        raise UsageError(
+            f"--draw {options.draw!r} draws the schedule of pipeline stages, and there is one "
+            "stage; expected --pp-stages of at least 2"
+        )
+    return found
+
+
+def add_pipeline(
+    options: PlanOptions, planned: ModelPlan, found: PipelinePlan, data: dict[str, Any]
+) -> str:
+    """Add the pipeline to ``data`` and draw it where asked; its text."""
     from layline.cli.plan.drawing import write_drawing
     from layline.cli.plan.pipeline import pipeline_data, pipeline_text, process_memory, row_names
 

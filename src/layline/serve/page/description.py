@@ -8,6 +8,7 @@ from typing import Any
 
 from layline.boundary.planning.show import LEGEND, Line
 from layline.config import EngineConfig
+from layline.engine.pipeline_plan import PipelinePlan
 from layline.engine.planned import ModelPlan
 from layline.models.footprint import footprint
 from layline.topology import GroupName, Topology
@@ -16,24 +17,23 @@ ATTENTION_GROUPS = (GroupName.TP, GroupName.ATTN_DP, GroupName.ATTN_CP, GroupNam
 
 
 def describe(
-    planned: ModelPlan, engine: EngineConfig, fence: Sequence[int] | None = None
+    planned: ModelPlan, engine: EngineConfig, staged: PipelinePlan | None = None
 ) -> dict[str, Any]:
     """Plain data that JSON can hold: the model, the mesh, the pipeline, a layer, the memory.
 
-    ``fence`` are the layers at which pipeline stages begin, and the number of layers; without it
-    there is one stage.
+    ``staged`` is its plan over pipeline stages; without it there is one stage.
     """
     topology = planned.spec.topology
     return {
-        "facts": model_facts(planned, engine),
+        "facts": {**model_facts(planned, engine), **pipeline_facts(staged)},
         "mesh": {
             "ranks": [rank_data(topology.at(rank)) for rank in range(topology.world_size)],
             "groups": groups(topology),
         },
-        "pipeline": pipeline(topology, fence or (0, planned.facts.config.num_layers)),
+        "pipeline": stages(planned, staged),
         "lines": [line_data(line, times) for line, times in planned.distinct.items()],
         "legend": LEGEND,
-        "memory": memory(planned),
+        "memory": memory(planned) if staged is None else pipeline_memory(staged),
     }
 
 
@@ -61,6 +61,25 @@ def model_facts(planned: ModelPlan, engine: EngineConfig) -> dict[str, str]:
         "running together": f"at most {engine.max_running * engine.attn_dp}",
         "prefix cache": "shared" if engine.prefix_cache and facts.shares_prefixes else "off",
     }
+
+
+def pipeline_facts(staged: PipelinePlan | None) -> dict[str, str]:
+    """What there is to say of several pipeline stages, as a person reads it."""
+    if staged is None:
+        return {}
+    num_stages = staged.placement.num_stages
+    layers = ", ".join(layers_text(range(first, end)) for first, end in pairwise(staged.fence))
+    slots = staged.memory.slots / (1 << 20)
+    return {
+        "pipeline": f"{num_stages} stages, {layers}",
+        "slots between stages": f"{slots:,.1f} MiB, for steps of {staged.slot_tokens:,} tokens",
+    }
+
+
+def layers_text(layers: range) -> str:
+    """``layers 4 to 7``, or ``layer 4`` where it is one."""
+    first, last = layers[0], layers[-1]
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
 
 
 def mesh_text(topology: Topology) -> str:
@@ -118,6 +137,21 @@ def pipeline(topology: Topology, fence: Sequence[int]) -> list[dict[str, Any]]:
     return found
 
 
+def stages(planned: ModelPlan, staged: PipelinePlan | None) -> list[dict[str, Any]]:
+    """The pipeline stages; of several also each one's device, and the bytes it holds."""
+    topology = planned.spec.topology
+    if staged is None:
+        return pipeline(topology, (0, planned.facts.config.num_layers))
+    found = pipeline(topology, staged.fence)
+    devices = staged.placement.devices
+    for stage, device, held in zip(found, devices, staged.memory.stages, strict=True):
+        stage["device"] = f"{planned.room.device}:{device}"
+        stage["weights_bytes"] = held.weights
+        stage["cache_bytes"] = held.kv
+        stage["slots_bytes"] = held.slots
+    return found
+
+
 def line_data(line: Line, times: int) -> dict[str, Any]:
     """A boundary or a compute's own collectives, with how often a step has it."""
     return {
@@ -141,4 +175,18 @@ def memory(planned: ModelPlan) -> dict[str, Any]:
         "weights_bytes": needed.weights,
         "cache_bytes": cache.num_bytes,
         "device_bytes": room.device_bytes,
+    }
+
+
+def pipeline_memory(staged: PipelinePlan) -> dict[str, Any]:
+    """The same of all stages; ``device_bytes`` is what their devices have."""
+    held = staged.memory
+    homes = zip(staged.placement.homes(), held.stages, strict=True)
+    devices = {home: stage.device_bytes for home, stage in homes}
+    known = [size for size in devices.values() if size is not None]
+    return {
+        "weights_bytes": held.weights,
+        "cache_bytes": held.kv,
+        "slots_bytes": held.slots,
+        "device_bytes": sum(known) if len(known) == len(devices) else None,
     }
