@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -19,85 +21,91 @@ from layline.models.stack import LayerRange
 from layline.pipeline.doors import Doors
 from layline.pipeline.fence import Fence, layers_of
 from layline.pipeline.loops import Loops, Site
-from layline.pipeline.placement import Inventory, Residency, resident_devices
+from layline.pipeline.placement import Inventory, Placement, Residency, resident_devices
 from layline.pipeline.runtime import PipelineRuntime
-from layline.pipeline.stages import stage_home
-from layline.pipeline.streams import Stream, Streams, make_streams, thread_share
-from layline.pipeline.transport import CutOptions
+from layline.pipeline.stages import StageHome, stage_home
+from layline.pipeline.streams import Streams, make_streams, thread_share
 from layline.weights.checkpoint import Checkpoint
 
 
-class StageLoader:
-    """Makes the stages of one run: where they are, and what is on them."""
+@dataclass(frozen=True)
+class StagePlan:
+    """Which layers each stage of a run has, and where it is."""
 
-    def __init__(
-        self, engine: EngineConfig, facts: ModelFacts, fence: Fence, doors: Doors, streams: Streams
-    ) -> None:
-        self.fence = fence
-        self._engine = engine
-        self._facts = facts
-        self._doors = doors
-        self._streams = streams
-        self.num_stages = len(fence) - 1
-        self.placement = doors.placement(self.num_stages, inventory(engine.device))
-        doors.freeze(self.placement)
+    engine: EngineConfig
+    facts: ModelFacts
+    fence: Fence
+    placement: Placement
 
-    def load(self, checkpoint: Checkpoint) -> list[LoadedModel]:
-        """Every stage's weights, from the tensors of its own layers, and its cache."""
-        total = self._facts.config.num_layers
-        mesh = Mesh(self._facts.spec)
-        stages = []
-        for index in range(self.num_stages):
-            layers = layers_of(self.fence, index)
-            part = LayerRange(layers.start, layers.stop, total)
-            device = self._device(index)
-            stages.append(load_part(self._facts, checkpoint, mesh, device, part))
-        num_blocks = self._fitting_blocks(stages)
-        for stage in stages:
-            stage.bind_cache(num_blocks)
-        return stages
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.fence) - 1
 
-    def runtime(self, stages: list[LoadedModel], options: CutOptions) -> PipelineRuntime:
-        """The stages on streams of their own, and the caller's stream on the primary device."""
-        threads = thread_share(self._engine.threads or default_threads(), self.num_stages)
+    @property
+    def threads(self) -> int:
+        """Of torch, for each stage."""
+        return thread_share(self.engine.threads or default_threads(), self.num_stages)
 
-        def stream(name: str, ordinal: int) -> Stream:
-            return self._streams.stream(name, ordinal, num_threads=threads)
+    def part(self, index: int) -> LayerRange:
+        """The layers of one stage."""
+        layers = layers_of(self.fence, index)
+        return LayerRange(layers.start, layers.stop, self.facts.config.num_layers)
 
-        homes = [
-            stage_home(
-                index,
-                stream(f"stage {index}", self.placement.devices[index]),
-                ModelStage(index, stage.runner),
-                weight_bytes=stage.weight_bytes,
-            )
-            for index, stage in enumerate(stages)
-        ]
-        caller = stream("caller", self.placement.primary)
-        return PipelineRuntime(homes, caller, self._streams, options=options)
+    def device(self, index: int) -> torch.device:
+        """Where a stage's tensors are."""
+        if self.engine.device == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.engine.device, self.placement.devices[index])
 
     def site(self) -> Site:
         """Where stages and weights are, for the loops' refusals."""
         layers = resident_devices(self.fence, self.placement, sharded=True)
         return Site(self.placement, Residency(layers, self.placement.primary))
 
-    def _device(self, index: int) -> torch.device:
-        if self._engine.device == "cpu":
-            return torch.device("cpu")
-        return torch.device(self._engine.device, self.placement.devices[index])
 
-    def _fitting_blocks(self, stages: list[LoadedModel]) -> int:
-        """Blocks that every stage can have: on each device its stages' caches share the room."""
-        by_device: dict[torch.device, int] = defaultdict(int)
-        for stage in stages:
-            by_device[stage.device] += stage.slot_bytes
-        if self._engine.kv_memory is not None:
-            by_device = defaultdict(int, {stages[0].device: sum(by_device.values())})
-        length = self._facts.max_model_len
-        return min(
-            kv.num_blocks(self._engine, kv.Room(slot, length, device))
-            for device, slot in by_device.items()
+def load_stages(plan: StagePlan, checkpoint: Checkpoint) -> list[LoadedModel]:
+    """Every stage's weights, from the tensors of its own layers; caches are bound later."""
+    mesh = Mesh(plan.facts.spec)
+    return [
+        load_part(plan.facts, checkpoint, mesh, plan.device(index), plan.part(index))
+        for index in range(plan.num_stages)
+    ]
+
+
+def fitting_blocks(plan: StagePlan, stages: Sequence[LoadedModel]) -> int:
+    """Blocks that every stage can have: on each device its stages' caches share the room.
+
+    Raises UsageError when that is too few.
+    """
+    by_device: dict[torch.device, int] = defaultdict(int)
+    for stage in stages:
+        by_device[stage.device] += stage.slot_bytes
+    if plan.engine.kv_memory is not None:
+        # What was given is for the whole rank.
+        by_device = defaultdict(int, {stages[0].device: sum(by_device.values())})
+    length = plan.facts.max_model_len
+    return min(
+        kv.num_blocks(plan.engine, kv.Room(slot, length, device))
+        for device, slot in by_device.items()
+    )
+
+
+def stage_homes(
+    plan: StagePlan, stages: Sequence[LoadedModel], streams: Streams
+) -> list[StageHome]:
+    """Each stage on a stream of its own."""
+    return [
+        stage_home(
+            index,
+            streams.stream(
+                f"stage {index}", plan.placement.devices[index], num_threads=plan.threads
+            ),
+            ModelStage(index, stage.runner),
+            weight_bytes=stage.weight_bytes,
         )
+        for index, stage in enumerate(stages)
+    ]
 
 
 def inventory(device: str) -> Inventory:
@@ -126,13 +134,19 @@ def load_pipeline(
 
     Raises PlacementError for devices that cannot be used, CheckpointError for a bad file.
     """
+    placement = doors.placement(len(fence) - 1, inventory(engine.device))
+    doors.freeze(placement)
+    plan = StagePlan(engine, facts, fence, placement)
+    stages = load_stages(plan, checkpoint)
+    num_blocks = fitting_blocks(plan, stages)
+    for stage in stages:
+        stage.bind_cache(num_blocks)
     with ExitStack() as stack:
         streams = make_streams(engine.device)
         stack.callback(streams.close)
-        loader = StageLoader(engine, facts, fence, doors, streams)
-        stages = loader.load(checkpoint)
-        runtime = loader.runtime(stages, CutOptions())
+        caller = streams.stream("caller", placement.primary, num_threads=plan.threads)
+        runtime = PipelineRuntime(stage_homes(plan, stages, streams), caller, streams)
         runtime.load_barrier()
-        loops = Loops(runtime, doors, loader.site(), doors.warn, runtime.outcome)
+        loops = Loops(runtime, doors, plan.site(), doors.warn, runtime.outcome)
         stack.pop_all()
     return PipelinedExecutor(stages, loops, streams, times)
