@@ -135,9 +135,7 @@ def backend_for(device: torch.device) -> str:
     return backends[device.type]
 
 
-def _every_group(
-    topology: Topology, names: Collection[GroupName]
-) -> Iterator[tuple[int, ...]]:
+def _every_group(topology: Topology, names: Collection[GroupName]) -> Iterator[tuple[int, ...]]:
     """Groups of more than one rank, of all ranks, in the order in which they are created."""
     for name in names:
         if topology.size(name) > 1:

@@ -9,7 +9,6 @@ import torch
 
 from layline.comm.groups import Groups
 from layline.comm.world import FileStore, make_groups, make_pairs, open_world
-from layline.engine.stage_run import StageRun
 from layline.topology import GroupName, Topology
 
 # Liveness is the driver's to judge, by heartbeats: a step may take as long as it likes.
@@ -40,20 +39,28 @@ def join_groups(
 
 
 @dataclass(frozen=True)
-class StageGroups:
-    """A rank's ends: the groups of each of its pipeline stages, by stage, and its two links.
+class Neighbour:
+    """A rank of the process before or after, and the process group that is shared with it."""
 
-    A stage runs collectives in a thread of its own, so it has groups of its own. ``before`` and
-    ``after`` are process groups with the neighbouring processes' ranks, None at either end.
+    rank: int
+    group: Any
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """A rank's ends: the groups of each pipeline stage of its run, and its two neighbours.
+
+    A stage runs collectives in a thread of its own, so it has groups of its own.
     """
 
-    groups: dict[int, Groups]
-    before: Any = None
-    after: Any = None
+    of_stages: list[Groups]
+    before: Neighbour | None
+    after: Neighbour | None
 
 
 def join_stages(
-    run: StageRun,
+    topology: Topology,
+    most_stages: int,
     device: torch.device,
     *,
     host: str,
@@ -61,11 +68,13 @@ def join_stages(
     store: Any = None,
     verified_calls: int | None = VERIFIED_CALLS,
 ) -> StageGroups:
-    """As :func:`join_groups`, for ranks that run pipeline stages. Every rank must call it."""
-    topology = run.topology
+    """As :func:`join_groups`, for ranks that run at most ``most_stages`` stages each.
+
+    Every rank must call it, with the same number.
+    """
     _open(topology, device, host, meeting, store)
-    # Every rank takes part in making all groups, those of others and of no stage here included.
-    rounds = [
+    # Every rank takes part in making all groups, also where it has fewer stages than others.
+    of_stages: list[Groups] = [
         make_groups(
             topology,
             device,
@@ -74,15 +83,15 @@ def join_stages(
             verified_calls=verified_calls,
             names=[name for name in GroupName if name is not GroupName.PP],
         )
-        for _ in range(run.longest)
+        for _ in range(most_stages)
     ]
-    pairs = [(rank, rank + topology.tp) for rank in range(topology.world_size - topology.tp)]
-    links = dict(zip(pairs, make_pairs(pairs, host=host, timeout_s=PATIENCE_S), strict=True))
-    here = topology.rank
+    here, tp, size = topology.rank, topology.tp, topology.world_size
+    pairs = [(rank, rank + tp) for rank in range(size - tp)]
+    links = make_pairs(pairs, host=host, timeout_s=PATIENCE_S)
     return StageGroups(
-        dict(zip(run.stages, rounds, strict=False)),
-        before=links.get((here - topology.tp, here)),
-        after=links.get((here, here + topology.tp)),
+        of_stages,
+        before=Neighbour(here - tp, links[here - tp]) if here >= tp else None,
+        after=Neighbour(here + tp, links[here]) if here < size - tp else None,
     )
 
 

@@ -177,10 +177,14 @@ def rebuilt(name: str, message: str) -> Exception:
     return UnexpectedError(f"internal error: {name}: {message}")
 
 
-def rank_title(topology: Topology) -> str:
-    """How messages name the rank that ``topology`` stands on."""
+def rank_title(topology: Topology, stages: range | None = None) -> str:
+    """How messages name the rank that ``topology`` stands on, and its pipeline ``stages``."""
     here = topology.coordinates
-    places = [f"attention DP {here.attn_dp}"]
+    places = []
+    if stages is not None:
+        several = len(stages) > 1
+        places.append(f"stages {stages[0]} to {stages[-1]}" if several else f"stage {stages[0]}")
+    places.append(f"attention DP {here.attn_dp}")
     if topology.attn_cp > 1:
         places.append(f"CP {here.attn_cp}")
     places.append(f"TP {here.attn_tp}")

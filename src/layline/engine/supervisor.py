@@ -18,12 +18,16 @@ from typing import Any
 
 from layline.engine.ranks import Limits, RankLink, Sign
 from layline.engine.wire import Beat, Failed, Hello, Stop, ToRank, WireError, frame
-from layline.errors import CollectiveError, LaylineError, RunError
+from layline.errors import CollectiveError, LaylineError, RunError, TransferError
 
 _CHUNK = 1 << 18
 _TICK_S = 0.25
 _GRACE_S = 0.3  # For what else a failure shows: an exit status, other ranks' reports.
 _PAUSE_S = 2.0  # A turn that takes longer: this process itself was stopped.
+
+
+NEIGHBOURS_TOO = (CollectiveError, TransferError)
+"""Errors that a rank may have because another one is gone."""
 
 
 class Supervisor:
@@ -273,8 +277,8 @@ class Supervisor:
     def _verdict(self) -> LaylineError | None:
         """The error to end with, or None to wait.
 
-        A collective also fails because another rank is gone, so its error counts once every other
-        rank has been heard again.
+        What ranks do together also fails because another rank is gone, so an error of that kind
+        counts once every other rank has been heard again.
         """
         signs: dict[Sign, list[RankLink]] = {}
         # One that ends can bring others down, so the first is the cause.
@@ -283,7 +287,7 @@ class Supervisor:
                 signs.setdefault(link.sign, []).append(link)
         reports = [(link, link.reported()) for link in signs.get(Sign.REPORTED, [])]
         for _, error in reports:
-            if isinstance(error, LaylineError) and not isinstance(error, CollectiveError):
+            if isinstance(error, LaylineError) and not isinstance(error, NEIGHBOURS_TOO):
                 return error
         for sign in (Sign.SILENT, Sign.GARBLED, Sign.ENDED):
             for link in signs.get(sign, []):

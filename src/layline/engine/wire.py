@@ -163,7 +163,8 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
     ``failed`` has row, message and places of those that have no token, whose ids mean nothing;
     ``reads`` one entry for each read. A rank that has not the last pipeline stage has none of
-    these, only times.
+    these, only times. ``spans`` has (pipeline stage, begin, end) by the machine's monotonic clock,
+    in seconds.
     """
 
     number: int
@@ -172,6 +173,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
     times: PassTimes = PassTimes()
     failed: list[tuple[int, str, str]] = []
     reads: list[Read] = []
+    spans: list[tuple[int, float, float]] = []
 
 
 class Memory(msgspec.Struct, tag=True, array_like=True, frozen=True):

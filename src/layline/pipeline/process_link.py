@@ -34,7 +34,7 @@ class Wire(Protocol):
 
 
 class LinkSender:
-    """The producer's end. Its ``send`` is :meth:`transport.Boundary.send`."""
+    """The producer's end. ``stream`` is the one that sends."""
 
     kind = "between processes"
 
@@ -47,7 +47,7 @@ class LinkSender:
         *,
         options: CutOptions | None = None,
     ) -> None:
-        link = streams.stream(f"{name} out", producer.device.ordinal)
+        self.stream = link = streams.stream(f"{name} out", producer.device.ordinal)
         self._boundary = Boundary(
             name, producer, link, streams, transport=LocalCopy(self.kind), options=options
         )
@@ -58,15 +58,15 @@ class LinkSender:
         """See Boundary.prewarm."""
         self._boundary.prewarm(room)
 
-    def send(self, payload: Cell[Payload], room: int, *, overlap: bool = False) -> int:
-        """Send the payload to the other process; returns the slot's index here.
+    def send(self, payload: Cell[Payload], room: int, *, overlap: bool = False) -> Cell[None]:
+        """Send the payload to the other process; filled on :attr:`stream` once it has been taken.
 
         Raises as Boundary.send does. That the other end is gone shows where streams are waited for.
         """
         index = self._boundary.send(payload, room, overlap=overlap)
-        self._boundary.deliver(partial(self._wire.send, self._sequence), index)
+        sent = self._boundary.deliver(partial(self._wire.send, self._sequence), index)
         self._sequence += 1
-        return index
+        return sent
 
 
 class LinkReceiver:
