@@ -103,8 +103,9 @@ class StagedModel:
         last = self._runtime.last
         if self._after is None:
             return self._runtime.outcome(result, last.stream)
-        taken = self._after.send(result, last.program.room(staged), overlap=True)
-        return PendingResult(taken, self._after.stream, self._streams)
+        self._after.send(result, last.program.room(staged), overlap=True)
+        assert self._after.taken is not None, "it has just been issued"
+        return PendingResult(self._after.taken, self._after.stream, self._streams)
 
     def _answer(self, number: int, staged: StagedStep, pending: PendingResult) -> Tokens | None:
         found = pending.wait(PATIENCE_S)

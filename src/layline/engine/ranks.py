@@ -92,15 +92,16 @@ class RankLink:
         error.add_note(f"{self.title}:\n{self.report.traceback}")
         return error
 
-    def gone(self) -> RunError:
-        """The error for a rank that does not answer any more."""
+    def gone(self, awaited_step: int | None = None) -> RunError:
+        """The error for a rank that does not answer any more, while a step was waited for."""
         if self.sign is Sign.SILENT:
             what = f"stopped answering: no heartbeat for {self.limit_s:g} s"
         elif self.sign is Sign.GARBLED:
             what = f"sent {self.detail}"
         else:
             what = f"ended unexpectedly{self._exit_text()}"
-        error = RunError(f"{self.title} {what}; the run is over")
+        awaited = "" if awaited_step is None else f" while step {awaited_step} was waited for"
+        error = RunError(f"{self.title} {what}{awaited}; the run is over")
         tail = self._log_tail()
         if tail:
             error.add_note(f"{self.title} printed:\n{tail}")

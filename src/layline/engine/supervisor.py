@@ -48,6 +48,7 @@ class Supervisor:
         self._outbox: deque[tuple[int | None, bytes]] = deque()
         # By step, what ranks have answered: of those that are asked for, and of later ones.
         self._steps: dict[int, dict[int, Any]] = {}
+        self._awaited_step: int | None = None
         self._failure: LaylineError | None = None
         self._is_told = False
         self._stop: Stop | None = None
@@ -76,6 +77,8 @@ class Supervisor:
         if number >= 0:
             self._steps = {step: kept for step, kept in self._steps.items() if step >= number}
             found = self._steps.setdefault(number, found)
+        # Kept where the wait fails: the verdict tells it.
+        self._awaited_step = number if number >= 0 else None
         while not all(rank in found for rank in ranks):
             item = None if self._failure is not None else self._inbox.get()
             if item is None:
@@ -87,6 +90,7 @@ class Supervisor:
                 self._steps.setdefault(step, {})[rank] = message
             elif rank in ranks and isinstance(message, kinds):
                 found[rank] = message
+        self._awaited_step = None
         return [found[rank] for rank in ranks]
 
     @property
@@ -291,7 +295,7 @@ class Supervisor:
                 return error
         for sign in (Sign.SILENT, Sign.GARBLED, Sign.ENDED):
             for link in signs.get(sign, []):
-                return link.gone()
+                return link.gone(self._awaited_step)
         if any(link.sign is None and link.heard_at <= self._noted_at for link in self._links):
             return None
         link, error = reports[0]

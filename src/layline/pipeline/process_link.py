@@ -34,7 +34,10 @@ class Wire(Protocol):
 
 
 class LinkSender:
-    """The producer's end. ``stream`` is the one that sends."""
+    """The producer's end.
+
+    ``stream`` is the one that sends, and ``taken`` its task for the latest payload.
+    """
 
     kind = "between processes"
 
@@ -53,20 +56,21 @@ class LinkSender:
         )
         self._wire = wire
         self._sequence = 0
+        self.taken: Cell[None] | None = None
 
     def prewarm(self, room: int) -> None:
         """See Boundary.prewarm."""
         self._boundary.prewarm(room)
 
-    def send(self, payload: Cell[Payload], room: int, *, overlap: bool = False) -> Cell[None]:
-        """Send the payload to the other process; filled on :attr:`stream` once it has been taken.
+    def send(self, payload: Cell[Payload], room: int, *, overlap: bool = False) -> int:
+        """Send the payload to the other process; returns the slot's index here.
 
         Raises as Boundary.send does. That the other end is gone shows where streams are waited for.
         """
         index = self._boundary.send(payload, room, overlap=overlap)
-        sent = self._boundary.deliver(partial(self._wire.send, self._sequence), index)
+        self.taken = self._boundary.deliver(partial(self._wire.send, self._sequence), index)
         self._sequence += 1
-        return sent
+        return index
 
 
 class LinkReceiver:
