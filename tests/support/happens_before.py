@@ -106,6 +106,9 @@ class HappensBefore:
         with self._lock:
             self._add(operation, buffer, writes=False)
 
+    def held_up(self, stream: str, event: str, since: float) -> None:
+        pass
+
     @contextlib.contextmanager
     def running(self, operation: Operation) -> Iterator[None]:
         with _Watch(self, operation) if self._watched else contextlib.nullcontext():

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from layline.cli import chat, doctor, generate, pull, serve
+from layline.cli import chat, doctor, gate, generate, pull, serve
 from layline.cli.bench import boundary, latency, throughput
 from layline.cli.failures import write_traceback
 from layline.cli.grammar import CommandGroup, OneLineCommand, grouped, usage_message
@@ -99,6 +99,7 @@ def build() -> typer.Typer:
         ("chat", chat.chat),
         ("serve", serve.serve),
         ("plan", plan.plan),
+        ("gate", gate.gate),
         ("doctor", doctor.doctor),
     ):
         app.command(name, cls=OneLineCommand, short_help=first_line(function))(grouped(function))

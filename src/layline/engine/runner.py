@@ -98,9 +98,13 @@ class Runner:
         """
         part = self._part(step)
         batch = self._batch(step, part)
-        ids = self._ids.of(part.token_ids, sampled) if entering is None else entering
+        ids = self.feed(part.token_ids, sampled) if entering is None else entering
         self.clock.lap("prepare")
         return self.model.run_stage(ids, batch)
+
+    def feed(self, token_ids: Sequence[int], sampled: torch.Tensor | None) -> torch.Tensor:
+        """Ids [tokens] for the embedding; see InputIds."""
+        return self._ids.of(token_ids, sampled)
 
     def score(self, hidden: torch.Tensor, step: MeshStep) -> torch.Tensor:
         """Logits of those rows of ``hidden`` that the step samples from, on this DP rank.

@@ -23,6 +23,11 @@ class RMSNorm:
         self._kernels = kernels
         self._floor_value = 0.0 if kernels is None else float(self._floor)
 
+    @property
+    def constants(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What prepare_norm made of the weight and epsilon."""
+        return self._weight, self._floor
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] in any float dtype to the same shape."""
         return rms_norm(x, self._weight, self._floor, self._dtype)

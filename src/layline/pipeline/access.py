@@ -72,6 +72,9 @@ class AccessRecorder(Protocol):
     def running(self, operation: Operation) -> AbstractContextManager[None]:
         """The scope in which the task runs, in its thread."""
 
+    def held_up(self, stream: str, event: str, since: float) -> None:
+        """A stream has waited for an event since then, a value of ``perf_counter``."""
+
 
 class NoRecorder:
     """Hears and says nothing."""
@@ -97,6 +100,9 @@ class NoRecorder:
     def running(self, operation: Operation) -> AbstractContextManager[None]:
         """See AccessRecorder."""
         return contextlib.nullcontext()
+
+    def held_up(self, stream: str, event: str, since: float) -> None:
+        """See AccessRecorder."""
 
 
 class AccessLog:

@@ -14,10 +14,14 @@ from types import MappingProxyType
 LOOPS = ("eager", "deferred", "batch", "verify", "prime", "graph")
 NAMES = (
     *(f"{loop}_splits" for loop in LOOPS),
+    "graph_captures",
     "prime_split_chunks",
     "prime_pipe_overlaps",
+    "step_overlaps",
+    "late_growths",
     "prime_batches",
     "prime_batch_splits",
+    "slot_switches",
     "growth_events",
     "growth_syncs",
     "remote_reads",
@@ -58,15 +62,16 @@ class Counters:
 
 
 class WalkerWatch:
-    """Notices overlap within one chunked prefill, and counts it as ``prime_pipe_overlaps``.
+    """Notices overlap of steps, or of the chunks of one prefill, and counts it as ``name``.
 
     A chunk on a later stage counts once if an earlier stage walked another chunk meanwhile. With
     C chunks on N stages that can be (N - 1)(C - 1) times, and is so in a full pipeline; one walker
-    after the other gives none, however work was enqueued.
+    after the other gives none, however work was enqueued. No number comes twice.
     """
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, name: str = "prime_pipe_overlaps") -> None:
         self._counters = counters
+        self._name = name
         self._lock = threading.Lock()
         self._active: set[tuple[int, int]] = set()
         self._counted: set[tuple[int, int]] = set()
@@ -81,9 +86,10 @@ class WalkerWatch:
                 meets = any(other[0] < each[0] for other in self._active)
                 if meets and each not in self._counted:
                     self._counted.add(each)
-                    self._counters.add("prime_pipe_overlaps")
+                    self._counters.add(self._name)
         try:
             yield
         finally:
             with self._lock:
                 self._active.discard(entered)
+                self._counted.discard(entered)

@@ -5,9 +5,10 @@ All ordinals are virtual devices: one memory, and residency as recorded.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -96,6 +97,7 @@ class CpuStream:
     ) -> Cell[Value]:
         """See Stream.run."""
         cell: Cell[Value] = Cell(label, self.device, self._lanes.log)
+        cell.refills = self._lanes.capture is not None
         operation = Operation(self.name, self.device, label, tuple(reads), (*writes, *cell.buffers))
 
         def make() -> Task:
@@ -144,6 +146,19 @@ class CpuStream:
         """See Stream.adopt. Here memory lives as long as anyone refers to it."""
 
 
+class CpuCapture:
+    """Implements streams.Capture; see there."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.issued: list[tuple[Lane, Callable[[], Task | Record | Wait | None]]] = []
+        self._lanes = lanes
+
+    def replay(self) -> None:
+        """See Capture.replay."""
+        for lane, make in self.issued:
+            self._lanes.enqueue(lane, make)
+
+
 class CpuStreams(ClosedAfterwards):
     """Implements streams.Streams; see there. Free running unless a controller decides."""
 
@@ -169,6 +184,16 @@ class CpuStreams(ClosedAfterwards):
     def event(self, name: str) -> CpuEvent:
         """See Streams.event."""
         return CpuEvent(name, self._lanes)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[CpuCapture]:
+        """See Streams.capture."""
+        found = CpuCapture(self._lanes)
+        self._lanes.capture = found.issued
+        try:
+            yield found
+        finally:
+            self._lanes.capture = None
 
     def close(self, timeout_s: float = 10.0) -> None:
         """See Streams.close."""

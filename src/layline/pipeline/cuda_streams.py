@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from layline.errors import RunError, UsageError
 from layline.pipeline.access import AccessLog, AccessRecorder, Buffer, Operation
 from layline.pipeline.cells import Cell
 from layline.pipeline.device import StageDevice
-from layline.pipeline.streams import ClosedAfterwards
+from layline.pipeline.streams import Capture, ClosedAfterwards
 
 Value = TypeVar("Value")
 
@@ -165,6 +166,12 @@ class CudaStreams(ClosedAfterwards):
     def event(self, name: str) -> CudaEvent:
         """See Streams.event."""
         return CudaEvent(name, self.log)
+
+    def capture(self) -> AbstractContextManager[Capture]:
+        """See Streams.capture."""
+        raise UsageError(
+            "captured steps run on the CPU in this version; expected device cpu, or another loop"
+        )
 
     def close(self, timeout_s: float = 10.0) -> None:
         """See Streams.close. What was issued ends; its memory is then free."""

@@ -52,6 +52,10 @@ class Fault(StrEnum):
     NEVER_SPLIT = "never_split"
     # Chunks go through the pipeline one at a time: equal bits, no overlap.
     SERIAL_CHUNKS = "serial_chunks"
+    # Slots grow in the middle of a prefill, and drain the receiver there.
+    SKIP_PREWARM = "skip_prewarm"
+    # A prefill without chunks counts down from its last.
+    EMPTY_UNDERFLOW = "empty_underflow"
 
 
 @dataclass(frozen=True)

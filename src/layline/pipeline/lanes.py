@@ -128,6 +128,8 @@ class Lanes:
         self.controller = controller
         self.log = log
         self.closed = False
+        # Where set, what is issued goes here and is not enqueued.
+        self.capture: list[tuple[Lane, Callable[[], Item | None]]] | None = None
         self._lanes: dict[str, Lane] = {}
         self._threads: list[threading.Thread] = []
         controller.bind(self)
@@ -164,6 +166,9 @@ class Lanes:
             )
         with self.lock:
             self._check_open()
+            if self.capture is not None:
+                self.capture.append((lane, make))
+                return
             item = make()
             if item is None:
                 return
@@ -253,10 +258,11 @@ class Lanes:
                     item = lane.queue.popleft()
                     lane.running = item.operation.label if isinstance(item, Task) else "an event"
                     return item
-                blocked, since = lane.blocked_on is not None, time.perf_counter()
+                blocked, since = lane.blocked_on, time.perf_counter()
                 lane.changed.wait()
-                if blocked:
+                if blocked is not None:
                     lane.blocked_s += time.perf_counter() - since
+                    self.log.recorder.held_up(lane.name, blocked.event, since)
         return None
 
     def _run(self, task: Task, lane: Lane) -> BaseException | None:

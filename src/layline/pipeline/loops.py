@@ -6,6 +6,7 @@
 | deferred | up to four steps in flight, each read when the caller asks | |
 | batch | as many microbatches in flight as there are stages | LAYLINE_BATCH_PP=0 |
 | verify | one step of several rows for a request | LAYLINE_SPEC_PP=0 |
+| graph | a step's walk captured once and replayed | LAYLINE_PP_STREAMS=0 |
 | prime | a prompt's chunks one after the other | LAYLINE_PRIME_PP=0 |
 | prime, pipelined | chunk c + 1 on a stage while c is on the next | LAYLINE_PRIME_PIPE=0 |
 
@@ -16,7 +17,8 @@ compares with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -25,13 +27,14 @@ from layline.errors import RunError
 from layline.pipeline.cells import Cell
 from layline.pipeline.counters import WalkerWatch
 from layline.pipeline.faults import Fault
+from layline.pipeline.graphs import WalkCache
 from layline.pipeline.guards import (
     UnwiredLoops,
     refuse_chunk_pipeline,
     refuse_deferred,
     refuse_unsplit_if_remote,
 )
-from layline.pipeline.payload import Payload
+from layline.pipeline.payload import Payload, copied
 from layline.pipeline.placement import Placement, Residency
 from layline.pipeline.runtime import PipelineRuntime
 from layline.pipeline.streams import Stream
@@ -110,6 +113,9 @@ class Loops(Generic[Read]):
         self._site = site
         self._unwired = UnwiredLoops(report)
         self._under_way: list[Read] = []
+        self._watch = WalkerWatch(runtime.counters, "step_overlaps")
+        self._numbers = itertools.count()
+        self._graphs = WalkCache(runtime, copied)
 
     @property
     def _count(self) -> Callable[..., None]:
@@ -146,7 +152,7 @@ class Loops(Generic[Read]):
             )
         if not self._splits:
             return self._unsplit(step, entering)
-        pending = self._split(self.runtime.walk(step, entering, overlap=True))
+        pending = self._split(self._watched(step, entering, overlap=True))
         self._count("deferred_splits")
         self._under_way.append(pending)
         return pending
@@ -174,7 +180,7 @@ class Loops(Generic[Read]):
             allowed = self._doors.allow_unsplit_batch
             self._refuse("batched decode", _BATCH_WAY, allowed=allowed)
             return self._unsplit(step, entering)
-        result = self.runtime.walk(step, entering, overlap=overlap)
+        result = self._watched(step, entering, overlap=overlap)
         self._count("batch_splits")
         return self._split(result)
 
@@ -192,27 +198,63 @@ class Loops(Generic[Read]):
         self._count("verify_splits")
         return self._split(result)
 
-    def prime(self, chunks: Sequence[Any]) -> list[Read]:
+    def graph(self, step: Any, key: Hashable) -> Read:
+        """One step, replayed from a walk that was captured for ``key``: what its work depends on.
+
+        A step that captures waits for those before it.
+        """
+        if not self._doors.streams or not self._splits:
+            return self._unsplit(step)
+        if key not in self._graphs:
+            self.runtime.drain()
+        result = self._graphs.run(step, key)
+        self._count("graph_splits")
+        return self._split(result)
+
+    def prime(self, chunks: Sequence[Any], *, num_prompts: int = 1) -> list[Read]:
         """The chunks of one prompt or several, in order; what each leaves on the last stage.
 
         Raises UnsplitError where stages share a device and chunks would overlap.
         """
+        if Fault.EMPTY_UNDERFLOW in self.runtime.faults:
+            self.runtime.stages[0].program.room(chunks[len(chunks) - 1])
+        if num_prompts > 1:
+            self._count("prime_batches")
         if not self._doors.prime or not self._splits:
             return [self._unsplit(chunk) for chunk in chunks]
         pipelined = self._doors.prime_pipe and len(chunks) > 1
         if pipelined:
             refuse_chunk_pipeline(self._site.placement)
-            # A cut that grows in the middle would drain its receiver.
-            for cut, stage in zip(self.runtime.cuts, self.runtime.stages, strict=False):
-                cut.prewarm(max(stage.program.room(chunk) for chunk in chunks))
+            self._prewarm(chunks)
+        grown = self.runtime.counters["growth_events"]
         watch = WalkerWatch(self.runtime.counters)
         found = []
         for number, chunk in enumerate(chunks):
             found.append(self._prime_chunk(chunk, number, watch, overlap=pipelined))
+            if num_prompts > 1:
+                self._count("prime_batch_splits")
             if not pipelined or Fault.SERIAL_CHUNKS in self.runtime.faults:
                 self.runtime.drain()
+        if pipelined:
+            self._count("late_growths", self.runtime.counters["growth_events"] - grown)
         self.runtime.publish_to(self.runtime.caller)
         return found
+
+    def _prewarm(self, chunks: Sequence[Any]) -> None:
+        """Grow the cuts before the first chunk: in the middle a growth would drain its receiver."""
+        if Fault.SKIP_PREWARM in self.runtime.faults:
+            return
+        for cut, stage in zip(self.runtime.cuts, self.runtime.stages, strict=False):
+            cut.prewarm(max(stage.program.room(chunk) for chunk in chunks))
+
+    def _watched(self, step: Any, entering: Cell[Payload] | None, *, overlap: bool) -> Cell[Any]:
+        """A walk in which overlap with others is counted."""
+        number = next(self._numbers)
+
+        def within(stage: int) -> AbstractContextManager[None]:
+            return self._watch.walking(stage, number)
+
+        return self.runtime.walk(step, entering, overlap=overlap, within=within)
 
     def _prime_chunk(self, chunk: Any, number: int, watch: WalkerWatch, *, overlap: bool) -> Read:
         def within(stage: int) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,3 +60,8 @@ def layout_of(payload: Payload) -> Layout:
 def room_for(shape: tuple[int, ...], dtype: torch.dtype, num_tensors: int = 2) -> int:
     """Bytes that a slot needs for ``num_tensors`` tensors of one shape and dtype."""
     return num_tensors * aligned(prod(shape) * dtype.itemsize)
+
+
+def copied(result: Any) -> Any:
+    """A tensor in memory of its own; anything else as it is."""
+    return result.clone() if isinstance(result, Tensor) else result

@@ -43,6 +43,11 @@ class Pending:
         self._result: Tensor | None = None
         last_stage.record(self._computed)
 
+    @property
+    def value(self) -> Cell[Tensor]:
+        """Where the tensor will be, for tasks that are ordered after its own."""
+        return self._value
+
     def is_done(self) -> bool:
         """Whether the last stage has computed it, so that a wait is only a copy."""
         return self._computed.is_done()

@@ -16,7 +16,7 @@ programs: a gate's reference arm, and what a loop without a split does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,11 @@ from layline.pipeline.access import Buffer
 from layline.pipeline.cells import Cell
 from layline.pipeline.counters import Counters
 from layline.pipeline.faults import Fault
+from layline.pipeline.graphs import own_step
 from layline.pipeline.payload import Payload
 from layline.pipeline.readback import PendingLogits, PendingResult
 from layline.pipeline.stages import StageHome
-from layline.pipeline.streams import Stream, Streams
+from layline.pipeline.streams import Capture, Stream, Streams
 from layline.pipeline.transport import Boundary, CutOptions
 
 WAIT_S = 300.0
@@ -106,7 +107,7 @@ class PipelineRuntime:
             scope = None if within is None else partial(within, stage.index)
             crossing = self.turn(stage, step, crossing, within=scope)
             if stage is not self.last:
-                room = stage.program.room(step)
+                room = stage.program.room(own_step(step, stage.index))
                 self.cuts[place].send(crossing, room, overlap=overlap)
         assert crossing is not None
         return crossing
@@ -154,6 +155,10 @@ class PipelineRuntime:
         ``on`` is the stream that it is on: the last stage's, or the caller's of an unsplit walk.
         """
         return PendingLogits(result, on, self._readback, self._streams, faults=self.faults)
+
+    def capture(self) -> AbstractContextManager[Capture]:
+        """See Streams.capture. No step may be under way."""
+        return self._streams.capture()
 
     def outcome(self, result: Cell[Any], on: Stream) -> PendingResult:
         """Wait for a walk's result, whatever it is, where it is. Call as :meth:`pending`."""
@@ -211,7 +216,5 @@ def _walk(
     within: Callable[[], AbstractContextManager[None]] | None,
 ) -> Any:
     payload = None if entering is None else entering.get()
-    if within is None:
-        return stage.program.run(step, payload)
-    with within():
-        return stage.program.run(step, payload)
+    with nullcontext() if within is None else within():
+        return stage.program.run(own_step(step, stage.index), payload)

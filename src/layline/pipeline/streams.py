@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -95,6 +96,13 @@ class Stream(Protocol):
         """
 
 
+class Capture(Protocol):
+    """Work that was issued once, to be issued again."""
+
+    def replay(self) -> None:
+        """Issue all of it, in its order; waits bind anew, and results are written again."""
+
+
 class Streams(Protocol):
     """Makes streams and events of one kind, and ends them together."""
 
@@ -108,6 +116,12 @@ class Streams(Protocol):
 
     def event(self, name: str) -> Event:
         """A new event, never recorded."""
+
+    def capture(self) -> AbstractContextManager[Capture]:
+        """A scope in which what is issued, on any stream, is kept and does not run.
+
+        Raises UsageError on CUDA.
+        """
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End all streams: what has not begun never runs, what runs may end.

@@ -39,7 +39,7 @@ class CutOptions:
         timeout_s: How long the host waits for the receiver when a slot grows.
         poison: Fill what nobody may read with NaN, so that reading it shows.
         faults: Failure classes to re-create.
-        count: Called with "growth_events" and "growth_syncs" as these happen.
+        count: Called with "growth_events", "growth_syncs" and "slot_switches" as these happen.
     """
 
     timeout_s: float = 300.0
@@ -104,6 +104,7 @@ class Boundary:
         self._lock = threading.RLock()
         self._sent = 0
         self._alternations = 0
+        self._latest: int | None = None
         self._on_the_way: deque[Slot] = deque()
 
     @property
@@ -146,6 +147,9 @@ class Boundary:
             )
             self._producer.record(slot.tx)
             slot.filled_by = self._sent
+            if self._latest not in (None, slot.index):
+                self._options.count("slot_switches")
+            self._latest = slot.index
             self._on_the_way.append(slot)
             self._sent += 1
             self._alternations += overlap
