@@ -217,7 +217,7 @@ def serve_on(sock: socket.socket, llm: LLM, settings: ServeSettings, planned: Mo
         tokenizer=llm.tokenizer,
         max_model_len=llm.max_model_len,
         settings=settings,
-        about=describe(planned, llm.engine_config),
+        about=describe(planned, llm.engine_config, llm.fence),
         kv_bytes=usable_kv_bytes(llm),
         pooling=llm.facts.pooling,
         hidden_size=llm.facts.config.hidden_size,

@@ -126,7 +126,7 @@ def stage_homes(
             streams.stream(
                 f"stage {index}", plan.placement.devices[index], num_threads=plan.threads
             ),
-            ModelStage(index, stage.runner, stage.facts.spec.topology),
+            ModelStage(index, stage.runner),
             weight_bytes=stage.weight_bytes,
         )
         for index, stage in zip(plan.stages, stages, strict=True)

@@ -20,7 +20,6 @@ from layline.engine.step_times import PassTimes, joined_passes
 from layline.layers.sampler import Sampler
 from layline.layers.sampling_state import RowState
 from layline.pipeline.payload import Payload, room_for
-from layline.topology import Topology
 
 Finish = Callable[[Runner, torch.Tensor], Any]
 """What the last stage makes of its normalised hidden states [tokens, hidden]."""
@@ -60,17 +59,17 @@ class StagedStep:
 class ModelStage:
     """Implements pipeline.stages.StageProgram for stage ``index``; ``runner`` has its layers."""
 
-    def __init__(self, index: int, runner: Runner, topology: Topology) -> None:
+    def __init__(self, index: int, runner: Runner) -> None:
         self._index = index
         self._runner = runner
-        self._topology = topology
 
     def room(self, step: StagedStep) -> int:
         """The residual and one contribution, FP32 at most, for every row of the step."""
         if self._runner.model.part.is_last:
             return 0
         # Slices of the rows may be padded to equal ones.
-        tokens = rank_rows(step.step.rows, self._topology).total + self._topology.attn_tp
+        topology = self._runner.topology
+        tokens = rank_rows(step.step.rows, topology).total + topology.attn_tp
         return room_for((tokens, self._runner.model.config.hidden_size), torch.float32)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
