@@ -1,7 +1,7 @@
 # make help lists the targets. Everything is set up on first use; the second call finds it done.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help run test simulate check clean
+.PHONY: help run test gate simulate check clean
 
 # Exported, so that the shell and not make takes care of quotes in it.
 export PROMPT ?= Explain in two sentences why the sky is blue.
@@ -17,10 +17,22 @@ help: ## list the targets
 	@echo 'PROMPT="..."                what make run asks'
 	@echo 'TESTS="tests/unit/cli -x"   arguments for pytest in make test'
 
-run: ## set up, fetch the default model and answer one question with it
+# What make run re-creates at its end; layline gate --canary list has all.
+CANARIES := slot_overwrite early_read lost_overlap neutered_counter
+
+run: ## answer one question over two pipeline stages, and prove them on a small model
 	@tools/setup_venv.sh run
 	@.venv/bin/layline pull
-	@.venv/bin/layline generate --chat --stats "$$PROMPT"
+	@.venv/bin/layline generate --pp-stages 2 --chat --stats "$$PROMPT"
+	@echo
+	@.venv/bin/layline gate config:tools/four_layers --pp-stages 2
+	@.venv/bin/layline gate config:tools/four_layers --pp-stages 2 $(CANARIES:%=--canary %)
+
+gate: ## prove every loop of the default model over its stages, and see every canary red
+	@tools/setup_venv.sh run
+	@.venv/bin/layline pull
+	@.venv/bin/layline gate --pp-stages 2
+	@.venv/bin/layline gate --pp-stages 2 --canary all
 
 test: ## set up, fetch the default model and run the tests
 	@tools/setup_venv.sh dev

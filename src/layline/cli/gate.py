@@ -197,7 +197,7 @@ def run_canaries(
         found.append(run_canary(opened.bench, canary, opened.make, opened.doors))
         if not quiet:
             show_canary(found[-1])
-    passed = all(each.is_red or each.canary.absent is not None for each in found)
+    passed = all(each.is_red or each.absent is not None for each in found)
     return passed, {"canaries": [each.as_data() for each in found]}
 
 

@@ -25,7 +25,7 @@ def _unchanged(_: Bench, broken: bool) -> ArmOptions:
 class Canary:
     """One failure class of section E, by ``number``; ``absent`` is why it cannot exist here.
 
-    ``doors`` are changed in the broken arm alone.
+    ``doors`` are changed in the broken arm alone. One that ``kills_device`` runs on the CPU only.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Canary:
     build: Build = _unchanged
     scenario: Callable[[ScenarioMaker], Scenario] = lambda make: make.deferred(4, steps=6)
     doors: dict[str, bool] = field(default_factory=dict)
+    kills_device: bool = False
     absent: str | None = None
 
 
@@ -119,6 +120,7 @@ CANARIES: tuple[Canary, ...] = (
         number=11,
         what="the id of a row that is all NaN, -1, is looked up in the embedding",
         build=breaks.sentinel,
+        kills_device=True,
         scenario=lambda make: make.eager(2),
     ),
     Canary(

@@ -15,11 +15,12 @@ from layline.pipeline.loops import LoopDoors
 
 @dataclass(frozen=True)
 class CanaryOutcome:
-    """``broken`` and ``control`` are None for a canary that cannot exist here."""
+    """``broken`` and ``control`` are None for a canary that cannot exist here, for a reason."""
 
     canary: Canary
     broken: Outcome | None = None
     control: Outcome | None = None
+    absent: str | None = None
 
     @property
     def is_red(self) -> bool:
@@ -41,7 +42,7 @@ class CanaryOutcome:
     def reason(self) -> str:
         """How it was seen, or why there is nothing to see."""
         if self.broken is None or self.control is None:
-            return self.canary.absent or ""
+            return self.absent or ""
         shown = self.broken if self.control.is_green else self.control
         return shown.reasons[0] if shown.reasons else ""
 
@@ -56,19 +57,32 @@ class CanaryOutcome:
         }
 
 
+def why_absent(bench: Bench, canary: Canary) -> str | None:
+    """Why a canary cannot exist here, or None."""
+    if canary.absent is not None or bench.model.plan.engine.device == "cpu":
+        return canary.absent
+    if canary.kills_device:
+        return "the device would assert, and no other canary could run after it"
+    if canary.build(bench, False).controller is not None:
+        return "needs streams that advance in a chosen order, which are the CPU's"
+    return None
+
+
 def run_canary(
     bench: Bench, canary: Canary, make: ScenarioMaker, doors: LoopDoors
 ) -> CanaryOutcome:
     """Both arms of a canary against one reference."""
-    if canary.absent is not None:
-        return CanaryOutcome(canary)
+    absent = why_absent(bench, canary)
+    if absent is not None:
+        return CanaryOutcome(canary, absent=absent)
     scenario = canary.scenario(make)
     bench.model.fresh_caches(scenario.num_blocks)
     expected = one_stage(bench.model, scenario)
     way = scenario.ways[0]
     outcomes = []
-    for broken in (True, False):
-        changed = replace(way, doors=canary.doors) if broken else way
-        options = canary.build(bench, broken)
+    for breaks in (True, False):
+        changed = replace(way, doors=canary.doors) if breaks else way
+        options = canary.build(bench, breaks)
         outcomes.append(run_way(bench.model, scenario, changed, doors, expected, options))
-    return CanaryOutcome(canary, *outcomes)
+    broken, control = outcomes
+    return CanaryOutcome(canary, broken, control)

@@ -20,6 +20,7 @@ from layline.gates.arms import (
     staged,
 )
 from layline.gates.compare import Difference, first_difference
+from layline.gates.meeting import meeting_stages
 from layline.gates.residency import misplaced
 from layline.gates.scenarios import Scenario, Way
 from layline.pipeline.loops import LoopDoors
@@ -107,7 +108,29 @@ def run_way(
     expected: Sequence[torch.Tensor],
     options: ArmOptions,
 ) -> Outcome:
-    """One arm over fresh caches. Raises nothing that a stage raised: that is an outcome."""
+    """One arm over fresh caches. Raises nothing that a stage raised: that is an outcome.
+
+    Short steps may miss each other: where nothing else is wrong, an overlap that was not seen is
+    looked for once more with stages that wait for each other.
+    """
+    outcome = run_once(model, scenario, way, doors, expected, options)
+    missed = {unmoved(name) for name in way.expected.overlaps}
+    if outcome.difference is None and outcome.problems and missed.issuperset(outcome.problems):
+        before = options.homes
+        meets = replace(options, homes=lambda homes: meeting_stages(before(homes)))
+        return run_once(model, scenario, way, doors, expected, meets)
+    return outcome
+
+
+def run_once(
+    model: GateModel,
+    scenario: Scenario,
+    way: Way,
+    doors: LoopDoors,
+    expected: Sequence[torch.Tensor],
+    options: ArmOptions,
+) -> Outcome:
+    """One run of an arm."""
     model.fresh_caches(scenario.num_blocks)
     begin = time.perf_counter()
     problems: list[str] = []
@@ -159,10 +182,15 @@ def counter_problems(way: Way, counters: Mapping[str, int], *, free: bool) -> It
     moving = (*wanted.moving, *(wanted.overlaps if free else ()))
     for name in moving:
         if not counters.get(name, 0):
-            yield f"counter {name} has not moved"
+            yield unmoved(name)
     for name in wanted.still:
         if counters.get(name, 0):
             yield f"counter {name} moved by {counters[name]} and must stay"
+
+
+def unmoved(name: str) -> str:
+    """What is said of a counter that should have moved."""
+    return f"counter {name} has not moved"
 
 
 def _located(model: GateModel, scenario: Scenario) -> str:

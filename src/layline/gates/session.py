@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from layline.boundary.mesh import Mesh
 from layline.config import EngineConfig
-from layline.engine.facts import open_model
+from layline.engine.facts import resolve
 from layline.engine.launch import open_doors
 from layline.engine.model import LoadedModel, load_part
 from layline.engine.pipeline_load import StagePlan, inventory
@@ -19,6 +19,7 @@ from layline.gates.scenarios import ScenarioMaker
 from layline.pipeline.doors import Doors
 from layline.pipeline.fence import layers_of, listed
 from layline.weights.checkpoint import Checkpoint
+from layline.weights.opening import open_checkpoint
 
 STAGES = 2
 """Of a gate that nobody gave a number of stages."""
@@ -69,9 +70,9 @@ class GateSession:
 @contextmanager
 def open_gate(engine: EngineConfig, warn: Callable[[str], None]) -> Iterator[GateSession]:
     """Load the whole model and its stages. Raises UsageError, PlacementError, CheckpointError."""
-    served, checkpoint = open_model(engine)
+    checkpoint = open_checkpoint(engine.model, seed=engine.seed)
     try:
-        facts = served.facts
+        facts = resolve(engine, checkpoint)
         if not facts.spec.topology.is_single or engine.pp_processes > 1:
             raise UsageError(
                 "gates run the stages of one process in this version; expected tp 1 and "
