@@ -7,6 +7,7 @@ link, walk the stages here, and go on to the process after; of the last, tokens 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -31,6 +32,11 @@ from layline.pipeline.torch_wire import LinkEnds, TorchWire
 from layline.pipeline.transport import CutOptions
 
 CLOSE_S = 1.0
+SWITCH_S = 1e-4
+"""How long a thread here may keep the interpreter from another one, in seconds.
+
+The link's threads have microseconds of work each, and a neighbour that waits for it.
+"""
 
 
 class StagedModel:
@@ -46,6 +52,7 @@ class StagedModel:
         self._leads = here.attn_cp == 0 and here.attn_tp == 0
         self._steps = StepDecoder()
         self._sampler = Sampler()
+        sys.setswitchinterval(SWITCH_S)
         self._streams = streams = make_streams(plan.engine.device)
         options = CutOptions(PATIENCE_S)
         caller = streams.stream("caller", num_threads=plan.threads)
