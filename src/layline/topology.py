@@ -111,6 +111,11 @@ class Topology:
         """The same mesh seen from another rank."""
         return replace(self, rank=rank)
 
+    @property
+    def of_stage(self) -> Topology:
+        """The mesh of this rank's pipeline stages alone, seen from this rank."""
+        return replace(self, pp=1, rank=self.rank % self.tp)
+
     def size(self, name: GroupName) -> int:
         """How many ranks a group of this name has."""
         return {

@@ -281,12 +281,15 @@ def open_plans(
     from layline.engine.launch import refuse_beside_stages
     from layline.engine.pipeline_plan import plan_pipeline
     from layline.engine.planned import open_plan
+    from layline.pipeline.doors import Doors, PipelineFlags
 
     planned = open_plan(engine.model, keywords, "ordinary")
     # Doors are warned of when the model is loaded.
-    staged = plan_pipeline(planned, engine, door_environment(), lambda message: None)
+    quiet = lambda message: None
+    staged = plan_pipeline(planned, engine, door_environment(), quiet)
     if staged is not None:
-        refuse_beside_stages(engine, staged.placement.num_stages)
+        doors = Doors(door_environment(), PipelineFlags.of(engine), quiet)
+        refuse_beside_stages(engine, staged.placement.num_stages, doors)
     return planned, staged
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -66,8 +66,9 @@ def make_groups(
     timeout_s: float = 30.0,
     verified: bool | None = None,
     verified_calls: int | None = None,
+    names: Collection[GroupName] = tuple(GroupName),
 ) -> dict[GroupName, TorchGroup]:
-    """This rank's end of every group that has more than one rank.
+    """This rank's end of every group of ``names`` that has more than one rank.
 
     All ranks call it after :func:`open_world`, with topologies that differ in ``rank`` alone: each
     takes part in creating all groups, in one order. Names that stand for the same ranks share one
@@ -87,7 +88,7 @@ def make_groups(
     checks = device.type == "cpu" if verified is None else verified
     channels: dict[tuple[int, ...], Channel] = {}
     with _interface_of(host):
-        for ranks in _every_group(topology):
+        for ranks in _every_group(topology, names):
             if ranks not in channels:
                 process_group = distributed.new_group(
                     list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend_for(device)
@@ -97,9 +98,27 @@ def make_groups(
         name: TorchGroup(
             name, channels[topology.group(name)], verified=checks, verified_calls=verified_calls
         )
-        for name in GroupName
+        for name in names
         if topology.size(name) > 1
     }
+
+
+def make_pairs(
+    pairs: Sequence[tuple[int, int]], *, host: str = LOOPBACK, timeout_s: float = 30.0
+) -> list[Any]:
+    """A gloo process group for each pair of ranks, in order; None for a pair without this rank.
+
+    All ranks call it after :func:`open_world`, with equal ``pairs``.
+    """
+    here = distributed.get_rank()
+    found: list[Any] = []
+    with _interface_of(host):
+        for pair in pairs:
+            group = distributed.new_group(
+                list(pair), timeout=timedelta(seconds=timeout_s), backend="gloo"
+            )
+            found.append(group if here in pair else None)
+    return found
 
 
 def close_world() -> None:
@@ -116,9 +135,9 @@ def backend_for(device: torch.device) -> str:
     return backends[device.type]
 
 
-def _every_group(topology: Topology) -> Iterator[tuple[int, ...]]:
-    """All groups of more than one rank, of all ranks, in the order in which they are created."""
-    for name in GroupName:
+def _every_group(topology: Topology, names: Collection[GroupName]) -> Iterator[tuple[int, ...]]:
+    """Groups of more than one rank, of all ranks, in the order in which they are created."""
+    for name in names:
         if topology.size(name) > 1:
             groups = {topology.at(rank).group(name) for rank in range(topology.world_size)}
             yield from sorted(groups)

@@ -20,13 +20,14 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from layline.config import LOOPBACK, EngineConfig, elastic_environment, threads_of_rank
-from layline.engine.executor import Executor
 from layline.engine.step_times import StepTimes
 from layline.errors import RunError, UsageError
 from layline.topology import Topology
 
 if TYPE_CHECKING:
+    from layline.engine.remote import RemoteExecutor
     from layline.engine.supervisor import Supervisor
+    from layline.engine.wire import Pipeline
 
 JOIN_S = 300.0
 """How long processes of one world may take to come together."""
@@ -59,11 +60,18 @@ class World:
 
     def check(self, topology: Topology) -> None:
         """Raise UsageError when the mesh needs another number of processes."""
-        if topology.world_size != self.size:
+        needed = topology.world_size
+        if needed == self.size:
+            return
+        if topology.pp > 1:
             raise UsageError(
-                f"tp {topology.tp} needs {_processes(topology.world_size)}, but torchrun started "
-                f"{self.size}; expected tp {self.size}, or --nproc-per-node {topology.world_size}"
+                f"pp_processes {topology.pp} with tp {topology.tp} needs {needed} processes, but "
+                f"torchrun started {self.size}; expected --nproc-per-node {needed}"
             )
+        raise UsageError(
+            f"tp {topology.tp} needs {_processes(needed)}, but torchrun started {self.size}; "
+            f"expected tp {self.size}, or --nproc-per-node {needed}"
+        )
 
 
 def joined_world() -> World | None:
@@ -79,10 +87,16 @@ def meet() -> Any:
     return next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))[0]
 
 
-def lead(engine: EngineConfig, world: World, times: StepTimes | None = None) -> Executor:
+def lead(
+    engine: EngineConfig,
+    world: World,
+    times: StepTimes | None = None,
+    pipeline: Pipeline | None = None,
+) -> RemoteExecutor:
     """Drive the run from rank 0, whose own part runs in a thread of this process."""
     from layline.engine.ranks import RankLink, rank_title
     from layline.engine.remote import RemoteExecutor
+    from layline.engine.remote_stages import stages_of
     from layline.engine.supervisor import Supervisor
     from layline.engine.wire import Start
 
@@ -98,7 +112,8 @@ def lead(engine: EngineConfig, world: World, times: StepTimes | None = None) -> 
         for rank, sock in sorted(socks.items()):
             # torchrun numbers one machine's ranks in a row, and starts all of them itself.
             sibling = 0 < rank < world.local_size
-            yield RankLink(rank, rank_title(topology.at(rank)), sock, is_sibling=sibling)
+            title = rank_title(topology.at(rank), stages_of(pipeline, topology.at(rank)))
+            yield RankLink(rank, title, sock, is_sibling=sibling)
 
     threads = threads_of_rank(engine.threads, world.local_size)
     supervisor = Supervisor(open_ranks)
@@ -114,6 +129,7 @@ def lead(engine: EngineConfig, world: World, times: StepTimes | None = None) -> 
                 threads=threads,
                 device=rank % world.local_size,
                 local_ranks=world.local_size,
+                pipeline=pipeline,
             )
             for rank in range(world.size)
         ]

@@ -25,11 +25,15 @@ from layline.config import (
 )
 from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel, open_model
+from layline.engine.remote import RemoteExecutor
+from layline.engine.remote_stages import StagedRanks, stages_of
 from layline.engine.speculation.draft_facts import with_draft
 from layline.engine.step_times import StepTimes
+from layline.engine.wire import Pipeline
 from layline.errors import UsageError
-from layline.pipeline.doors import Doors, PipelineFlags
+from layline.pipeline.doors import STREAMS, Doors, PipelineFlags
 from layline.pipeline.fence import Fence
+from layline.pipeline.placement import Inventory
 
 
 def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[ServedModel, Executor]:
@@ -52,13 +56,12 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
         doors = open_doors(engine)
         fence = doors.fence(model.facts.config.num_layers)
         if fence is not None:
-            refuse_beside_stages(engine, len(fence) - 1)
-        model = with_draft(engine, model)
-        if fence is not None:
+            refuse_beside_stages(engine, len(fence) - 1, doors)
+        model = replace(with_draft(engine, model), fence=fence)
+        if fence is not None and engine.topology().is_single:
             from layline.engine.pipeline_load import load_pipeline
 
-            executor = load_pipeline(engine, model.facts, checkpoint, fence, doors, times)
-            return replace(model, fence=fence), executor
+            return model, load_pipeline(engine, model.facts, checkpoint, fence, doors, times)
         if engine.topology().is_single:
             from layline.engine.local import LocalExecutor
             from layline.engine.model import load_alone
@@ -66,9 +69,16 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
             return model, LocalExecutor(load_alone(engine, model.facts, checkpoint), times)
     finally:
         checkpoint.close()
+    pipeline = None
+    if fence is not None:
+        placement = doors.placement(model.num_stages, Inventory(), engine.pp_processes)
+        doors.freeze(placement)
+        pipeline = Pipeline(list(fence), list(placement.processes), list(placement.devices))
     if joined is not None:
-        return model, elastic.lead(engine, joined, times)
-    return model, spawn(engine, times)
+        executor = elastic.lead(engine, joined, times, pipeline)
+    else:
+        executor = spawn(engine, times, pipeline)
+    return model, executor if fence is None else StagedRanks(executor, doors)
 
 
 def open_doors(engine: EngineConfig) -> Doors:
@@ -88,29 +98,33 @@ def open_doors(engine: EngineConfig) -> Doors:
     return Doors(door_environment(), PipelineFlags.of(engine), log.warning, balanced)
 
 
-def refuse_beside_stages(engine: EngineConfig, num_stages: int) -> None:
+def refuse_beside_stages(engine: EngineConfig, num_stages: int, doors: Doors) -> None:
     """Raise UsageError for what does not run over several pipeline stages yet."""
-    topology = engine.topology()
-    for name, value, allowed in (
-        ("pp_processes", engine.pp_processes, 1),
-        ("tp", topology.tp, 1),
-    ):
-        if value != allowed:
-            raise UsageError(
-                f"{name} {value} does not run with {num_stages} pipeline stages in this version; "
-                f"expected {allowed}, or pp_stages 1"
-            )
     if engine.speculative == "draft":
         raise UsageError(
             f"speculative draft does not run with {num_stages} pipeline stages in this version; "
             "expected ngram, or pp_stages 1"
         )
+    if engine.topology().is_single:
+        return
+    for name, degree in (("pp_processes", engine.pp_processes), ("tp", engine.tp)):
+        if degree > 1 and engine.device != "cpu":
+            raise UsageError(
+                f"{name} {degree} does not run with {num_stages} pipeline stages on device "
+                f"{engine.device!r} in this version; expected {name} 1, pp_stages 1 or device cpu"
+            )
+        if degree > 1 and not doors.streams:
+            raise UsageError(
+                f"{name} {degree} does not go with {STREAMS}=0, which has one stream for all "
+                f"{num_stages} stages; expected {STREAMS} unset, or {name} 1"
+            )
 
 
-def spawn(engine: EngineConfig, times: StepTimes | None = None) -> Executor:
+def spawn(
+    engine: EngineConfig, times: StepTimes | None = None, pipeline: Pipeline | None = None
+) -> RemoteExecutor:
     """Start a worker for every rank on this machine and load the model in them."""
     from layline.engine.ranks import RankLink, rank_title
-    from layline.engine.remote import RemoteExecutor
     from layline.engine.supervisor import Supervisor
     from layline.engine.wire import Start
 
@@ -130,7 +144,8 @@ def spawn(engine: EngineConfig, times: StepTimes | None = None) -> Executor:
                 ours, process = start_rank(
                     worker_command(rank), worker_environment(threads), log.fileno(), [descriptor]
                 )
-                yield RankLink(rank, rank_title(topology.at(rank)), ours, process, log)
+                title = rank_title(topology.at(rank), stages_of(pipeline, topology.at(rank)))
+                yield RankLink(rank, title, ours, process, log)
 
     executor = RemoteExecutor(Supervisor(open_ranks), topology, times)
     executor.start(
@@ -143,6 +158,7 @@ def spawn(engine: EngineConfig, times: StepTimes | None = None) -> Executor:
                 threads=threads,
                 device=rank,
                 local_ranks=ranks,
+                pipeline=pipeline,
             )
             for rank in range(ranks)
         ]

@@ -26,6 +26,7 @@ from layline.engine.speculation.make import make_speculation
 from layline.engine.statistics import SchedulerStats
 from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError, PromptError, RequestError, UsageError, one_of
+from layline.pipeline.fence import Fence
 from layline.sampling import SamplingParams, TokenLogprobs
 from layline.text.tokenizer import Tokenizer
 
@@ -115,6 +116,11 @@ class LLM:
     def facts(self) -> ModelFacts:
         """What is settled about the model and its mesh."""
         return self._model.facts
+
+    @property
+    def fence(self) -> Fence | None:
+        """The layers at which pipeline stages begin, and how many there are; None for one stage."""
+        return self._model.fence
 
     def failure(self) -> LaylineError | None:
         """Why the ranks are gone, or None while they run; never waits."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from layline.comm.groups import Groups
-from layline.comm.world import FileStore, make_groups, open_world
-from layline.topology import Topology
+from layline.comm.world import FileStore, make_groups, make_pairs, open_world
+from layline.topology import GroupName, Topology
 
 # Liveness is the driver's to judge, by heartbeats: a step may take as long as it likes.
 PATIENCE_S = 6 * 3600.0
@@ -31,9 +32,70 @@ def join_groups(
     connections are on the loopback interface when ``host`` is. Without ``verified_calls`` they
     compare every call.
     """
-    if store is None:
-        store = FileStore(meeting, topology.world_size)
-    open_world(topology, store, device, host=host, timeout_s=PATIENCE_S)
+    _open(topology, device, host, meeting, store)
     return make_groups(
         topology, device, host=host, timeout_s=PATIENCE_S, verified_calls=verified_calls
     )
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A rank of the process before or after, and the process group that is shared with it."""
+
+    rank: int
+    group: Any
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """A rank's ends: the groups of each pipeline stage of its run, and its two neighbours.
+
+    A stage runs collectives in a thread of its own, so it has groups of its own.
+    """
+
+    of_stages: list[Groups]
+    before: Neighbour | None
+    after: Neighbour | None
+
+
+def join_stages(
+    topology: Topology,
+    most_stages: int,
+    device: torch.device,
+    *,
+    host: str,
+    meeting: str,
+    store: Any = None,
+    verified_calls: int | None = VERIFIED_CALLS,
+) -> StageGroups:
+    """As :func:`join_groups`, for ranks that run at most ``most_stages`` stages each.
+
+    Every rank must call it, with the same number.
+    """
+    _open(topology, device, host, meeting, store)
+    # Every rank takes part in making all groups, also where it has fewer stages than others.
+    of_stages: list[Groups] = [
+        make_groups(
+            topology,
+            device,
+            host=host,
+            timeout_s=PATIENCE_S,
+            verified_calls=verified_calls,
+            names=[name for name in GroupName if name is not GroupName.PP],
+        )
+        for _ in range(most_stages)
+    ]
+    here, tp, size = topology.rank, topology.tp, topology.world_size
+    pairs = [(rank, rank + tp) for rank in range(size - tp)]
+    links = make_pairs(pairs, host=host, timeout_s=PATIENCE_S)
+    return StageGroups(
+        of_stages,
+        before=Neighbour(here - tp, links[here - tp]) if here >= tp else None,
+        after=Neighbour(here + tp, links[here]) if here < size - tp else None,
+    )
+
+
+def _open(topology: Topology, device: torch.device, host: str, meeting: str, store: Any) -> None:
+    if store is None:
+        store = FileStore(meeting, topology.world_size)
+    open_world(topology, store, device, host=host, timeout_s=PATIENCE_S)

@@ -14,7 +14,6 @@ from layline.config import EngineConfig, default_threads
 from layline.engine import kv
 from layline.engine.facts import ModelFacts
 from layline.engine.model import LoadedModel, load_part
-from layline.engine.pass_clock import PassClock
 from layline.engine.pipelined import PipelinedExecutor
 from layline.engine.stage_program import ModelStage
 from layline.engine.step_times import StepTimes
@@ -31,12 +30,19 @@ from layline.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Which layers each stage of a run has, and where it is."""
+    """Which layers each stage of a run has, where it is, and which of them this process has.
+
+    ``num_threads`` are the process's, None for all of the run; ``local_ranks`` processes share the
+    machine.
+    """
 
     engine: EngineConfig
     facts: ModelFacts
     fence: Fence
     placement: Placement
+    process: int = 0
+    num_threads: int | None = None
+    local_ranks: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -44,9 +50,22 @@ class StagePlan:
         return len(self.fence) - 1
 
     @property
+    def stages(self) -> range:
+        """The stages of this process."""
+        processes = self.placement.processes
+        first = processes.index(self.process)
+        return range(first, first + processes.count(self.process))
+
+    @property
+    def most_stages(self) -> int:
+        """Most stages that a process has."""
+        return max(map(self.placement.processes.count, self.placement.processes))
+
+    @property
     def threads(self) -> int:
         """Of torch, for each stage."""
-        return thread_share(self.engine.threads or default_threads(), self.num_stages)
+        whole = self.num_threads or self.engine.threads or default_threads()
+        return thread_share(whole, len(self.stages))
 
     def part(self, index: int) -> LayerRange:
         """The layers of one stage."""
@@ -65,16 +84,18 @@ class StagePlan:
         return Site(self.placement, Residency(layers, self.placement.primary))
 
 
-def load_stages(plan: StagePlan, checkpoint: Checkpoint) -> list[LoadedModel]:
-    """Every stage's weights, from the tensors of its own layers; caches are bound later."""
-    mesh = Mesh(plan.facts.spec)
-    stages = []
-    for index in range(plan.num_stages):
-        device = plan.device(index)
-        stage = load_part(plan.facts, checkpoint, mesh, device, plan.part(index))
-        stage.runner.clock = PassClock(device, index)
-        stages.append(stage)
-    return stages
+def load_stages(
+    plan: StagePlan, checkpoint: Checkpoint, meshes: Sequence[Mesh] | None = None
+) -> list[LoadedModel]:
+    """The weights of this process's stages, from the tensors of their own layers.
+
+    Caches are bound later. ``meshes`` has each stage's, where a stage is on several ranks.
+    """
+    meshes = meshes or [Mesh(plan.facts.spec)] * len(plan.stages)
+    return [
+        load_part(plan.facts, checkpoint, mesh, plan.device(index), plan.part(index))
+        for index, mesh in zip(plan.stages, meshes, strict=True)
+    ]
 
 
 def fitting_blocks(plan: StagePlan, stages: Sequence[LoadedModel]) -> int:
@@ -90,7 +111,7 @@ def fitting_blocks(plan: StagePlan, stages: Sequence[LoadedModel]) -> int:
         by_device = defaultdict(int, {stages[0].device: sum(by_device.values())})
     length = plan.facts.max_model_len
     return min(
-        kv.num_blocks(plan.engine, kv.Room(slot, length, device))
+        kv.num_blocks(plan.engine, kv.Room(slot, length, device, plan.local_ranks))
         for device, slot in by_device.items()
     )
 
@@ -108,7 +129,7 @@ def stage_homes(
             ModelStage(index, stage.runner),
             weight_bytes=stage.weight_bytes,
         )
-        for index, stage in enumerate(stages)
+        for index, stage in zip(plan.stages, stages, strict=True)
     ]
 
 

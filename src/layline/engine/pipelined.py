@@ -7,34 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
-import torch
-
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
-from layline.engine.drawing import DrawnRows, draw_rows
 from layline.engine.executor import Crossed, Launched, MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
-from layline.engine.outcome import FailedRow, StepResult
-from layline.engine.reading import Reading
-from layline.engine.runner import Runner
-from layline.engine.stage_program import StagedStep
+from layline.engine.outcome import StepResult
+from layline.engine.stage_program import DrawnStep, StagedStep, draw_step
 from layline.engine.step import MeshStep
-from layline.engine.step_times import PassTimes, StepTimes
+from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError, RunError
 from layline.layers.sampler import Sampler
-from layline.layers.sampling_state import RowState
 from layline.pipeline.loops import Loops
 from layline.pipeline.readback import PendingResult
 from layline.pipeline.runtime import WAIT_S
 from layline.pipeline.streams import Streams
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """What the last stage leaves of a step."""
-
-    drawn: DrawnRows
-    readings: list[Reading | FailedRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +73,7 @@ class PipelinedExecutor:
         self._check()
         (part,) = step.parts
         assert min(part.token_ids, default=0) >= 0, "a step is fed a token that nobody knows yet"
-        finish = partial(_finish, self._sampler, step, self._rows.at(part, rows[0]))
+        finish = partial(draw_step, self._sampler, step, self._rows.at(part, rows[0]))
         staged = StagedStep(step, finish)
         verifies = any(row.ahead for row in rows[0])
         loop = self.loops.verify if verifies else self.loops.microbatch
@@ -104,7 +90,7 @@ class PipelinedExecutor:
         self._check()
         begin = perf_counter()
         try:
-            found: _Drawn = launched.pending.wait(WAIT_S)
+            found: DrawnStep = launched.pending.wait(WAIT_S)
         except RunError as error:
             # What followed the step in the stages cannot be told apart from it any more.
             self._failure = error
@@ -113,8 +99,7 @@ class PipelinedExecutor:
             self._failure = RunError(f"the pipeline failed: {type(error).__name__}: {error}")
             raise self._failure from error
         outcomes = found.drawn.read()
-        passes = [timed.times() for _, timed in sorted(launched.staged.timed.items())]
-        self._times.add_passes([_joined(passes)], perf_counter() - begin)
+        self._times.add_passes([launched.staged.times()], perf_counter() - begin)
         return StepResult([outcomes], [found.readings])
 
     def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
@@ -145,25 +130,3 @@ class PipelinedExecutor:
         if self._failure is not None:
             # A new object: one that is raised twice collects both tracebacks.
             raise RunError(*self._failure.args) from self._failure
-
-
-def _finish(
-    sampler: Sampler,
-    step: MeshStep,
-    states: Sequence[RowState | FailedRow],
-    runner: Runner,
-    hidden: torch.Tensor,
-) -> _Drawn:
-    """On the last stage's stream: score the rows that sample, draw, and read what is asked for."""
-    logits, readings = runner.finish(hidden, step)
-    return _Drawn(draw_rows(sampler, logits, states), readings)
-
-
-def _joined(passes: Sequence[PassTimes]) -> PassTimes:
-    """The stages' passes as one: what they took together, and each stage's own."""
-    return PassTimes(
-        prepare=sum(each.prepare for each in passes),
-        execute=sum(each.execute for each in passes),
-        sample=0.0,
-        stages=[stage for each in passes for stage in each.stages],
-    )

@@ -92,15 +92,16 @@ class RankLink:
         error.add_note(f"{self.title}:\n{self.report.traceback}")
         return error
 
-    def gone(self) -> RunError:
-        """The error for a rank that does not answer any more."""
+    def gone(self, awaited_step: int | None = None) -> RunError:
+        """The error for a rank that does not answer any more, while a step was waited for."""
         if self.sign is Sign.SILENT:
             what = f"stopped answering: no heartbeat for {self.limit_s:g} s"
         elif self.sign is Sign.GARBLED:
             what = f"sent {self.detail}"
         else:
             what = f"ended unexpectedly{self._exit_text()}"
-        error = RunError(f"{self.title} {what}; the run is over")
+        awaited = "" if awaited_step is None else f" while step {awaited_step} was waited for"
+        error = RunError(f"{self.title} {what}{awaited}; the run is over")
         tail = self._log_tail()
         if tail:
             error.add_note(f"{self.title} printed:\n{tail}")
@@ -177,10 +178,14 @@ def rebuilt(name: str, message: str) -> Exception:
     return UnexpectedError(f"internal error: {name}: {message}")
 
 
-def rank_title(topology: Topology) -> str:
-    """How messages name the rank that ``topology`` stands on."""
+def rank_title(topology: Topology, stages: range | None = None) -> str:
+    """How messages name the rank that ``topology`` stands on, and its pipeline ``stages``."""
     here = topology.coordinates
-    places = [f"attention DP {here.attn_dp}"]
+    places = []
+    if stages is not None:
+        several = len(stages) > 1
+        places.append(f"stages {stages[0]} to {stages[-1]}" if several else f"stage {stages[0]}")
+    places.append(f"attention DP {here.attn_dp}")
     if topology.attn_cp > 1:
         places.append(f"CP {here.attn_cp}")
     places.append(f"TP {here.attn_tp}")

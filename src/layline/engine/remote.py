@@ -16,7 +16,7 @@ from layline.engine.outcome import FailedRow, Outcome, StepResult
 from layline.engine.reading import Reading, RowRead
 from layline.engine.step import MeshStep
 from layline.engine.step_codec import StepEncoder
-from layline.engine.step_times import StepTimes
+from layline.engine.step_times import OverlapCount, StepTimes, joined_passes
 from layline.engine.supervisor import Supervisor
 from layline.errors import LaylineError, RunError
 from layline.sampling import SamplingParams, TokenLogprobs
@@ -33,7 +33,12 @@ class _RemoteStep(Launched):
 
 
 class RemoteExecutor:
-    """Drives the ranks of a mesh; the leader of each attention DP rank samples its rows."""
+    """Drives the ranks of a mesh; the leader of each attention DP rank samples its rows.
+
+    Over pipeline stages in several processes those of the last one do, and the others answer a
+    step when they have handed it on. ``num_overlapped`` counts the steps that the first stage began
+    before the last stage was done with the step before.
+    """
 
     def __init__(
         self, supervisor: Supervisor, topology: Topology, times: StepTimes | None = None
@@ -41,13 +46,20 @@ class RemoteExecutor:
         self._supervisor = supervisor
         self._times = times or StepTimes()
         self._ranks = range(topology.world_size)
-        self._leaders = self._ranks[:: topology.attn_cp * topology.attn_tp]
+        self._answering = self._ranks[:: topology.attn_cp * topology.attn_tp]
+        self._leaders = self._answering[-topology.attn_dp :]
+        self._overlap = OverlapCount()
         self._steps = StepEncoder()
         self._number = 0
         self._collected_at = 0.0
         self._weight_bytes = 0
         self._cache_bytes = 0
         self.num_blocks = 0
+
+    @property
+    def num_overlapped(self) -> int:
+        """Steps that began on the first stage while the one before was on others."""
+        return self._overlap.count
 
     def start(self, messages: Sequence[wire.Start]) -> None:
         """Load the model on every rank and give all the same number of cache blocks.
@@ -116,7 +128,11 @@ class RemoteExecutor:
         # Ranks begin with it once they are done with the step before.
         now, begin = perf_counter(), max(launched.launched_at, self._collected_at)
         self._collected_at = now
-        self._times.add_passes([reply.times for reply in replies], now - begin)
+        size = len(self._leaders)
+        of_ranks = [replies[rank::size] for rank in range(size)]
+        passes = [joined_passes([reply.times for reply in each]) for each in of_ranks]
+        self._times.add_passes(passes, now - begin)
+        self._overlap.note([span for reply in of_ranks[0] for span in reply.spans])
         return result
 
     def _post(
@@ -133,10 +149,11 @@ class RemoteExecutor:
         return _RemoteStep(self._number, perf_counter(), step)
 
     def _replies(self, launched: _RemoteStep) -> tuple[StepResult, list[wire.Tokens]]:
-        replies = self._supervisor.collect((wire.Tokens,), self._leaders, launched.number)
-        pairs = zip(launched.step.parts, replies, strict=True)
+        replies = self._supervisor.collect((wire.Tokens,), self._answering, launched.number)
+        leaders = replies[-len(self._leaders) :]
+        pairs = zip(launched.step.parts, leaders, strict=True)
         result = StepResult(
-            [tokens_of(reply) for reply in replies],
+            [tokens_of(reply) for reply in leaders],
             [readings_of(part.reads, reply) for part, reply in pairs],
         )
         return result, replies

@@ -35,7 +35,10 @@ class Replies:
         self._queue.put(None)
 
     def put(self, reply: Any | Callable[[], Any]) -> None:
-        """Send a message, or what a function returns, after those that were put before."""
+        """Send a message, or what a function returns, after those that were put before.
+
+        A function that returns None has nothing to say: it only waits, for an error.
+        """
         if self._thread is None:
             self._send(reply)
         else:
@@ -52,4 +55,6 @@ class Replies:
             self._connection.send(Failed(type(error).__name__, str(error), text))
 
     def _send(self, reply: Any) -> None:
-        self._connection.send(reply() if callable(reply) else reply)
+        message = reply() if callable(reply) else reply
+        if message is not None:
+            self._connection.send(message)

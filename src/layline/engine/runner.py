@@ -24,7 +24,7 @@ from layline.layers.parallel import compute_group
 from layline.layers.spans import SequenceSpan
 from layline.layers.transfer import upload
 from layline.models.decoder import Decoder
-from layline.topology import GroupName
+from layline.topology import GroupName, Topology
 
 
 class Runner:
@@ -52,6 +52,11 @@ class Runner:
         self._cp_group = compute_group(self._mesh, GroupName.ATTN_CP)
         self._ids = InputIds(device, self._mesh)
         self.clock = PassClock(device)
+
+    @property
+    def topology(self) -> Topology:
+        """The mesh of the layers that are here, and this rank's place in it."""
+        return self._mesh.topology
 
     def run(self, step: MeshStep, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [sampling rows, vocabulary] of this DP rank, in row order.

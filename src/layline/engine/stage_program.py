@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from layline.boundary.rows import rank_rows
+from layline.engine.drawing import DrawnRows, draw_rows
 from layline.engine.executor import Crossed
+from layline.engine.outcome import FailedRow
 from layline.engine.pass_clock import TimedPass
+from layline.engine.reading import Reading
 from layline.engine.runner import Runner
 from layline.engine.step import MeshStep
+from layline.engine.step_times import PassTimes, joined_passes
 from layline.errors import RunError
+from layline.layers.sampler import Sampler
+from layline.layers.sampling_state import RowState
 from layline.pipeline.payload import Payload, room_for
 
 Finish = Callable[[Runner, torch.Tensor], Any]
@@ -20,16 +28,38 @@ Finish = Callable[[Runner, torch.Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
+class StagePass:
+    """What one stage took, and from when to when by the machine's monotonic clock, in seconds."""
+
+    timed: TimedPass
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
 class StagedStep:
     """One step for all stages.
 
-    By a stage's number ``timed`` gets what it took, and ``crossed`` what it handed on.
+    By a stage's number ``passes`` gets what it took, and ``crossed`` what it handed on.
     """
 
     step: MeshStep
     finish: Finish
     crossed: dict[int, tuple[Crossed, ...]] = field(default_factory=dict)
-    timed: dict[int, TimedPass] = field(default_factory=dict)
+    passes: dict[int, StagePass] = field(default_factory=dict)
+
+    def times(self) -> PassTimes:
+        """The stages' passes as one, once the step is done."""
+        found = []
+        for stage, done in sorted(self.passes.items()):
+            times = done.timed.times()
+            seconds = [(stage, seconds) for _, seconds in times.stages]
+            found.append(PassTimes(times.prepare, times.execute, times.sample, seconds))
+        return joined_passes(found)
+
+    def spans(self) -> list[tuple[int, float, float]]:
+        """(stage, begin, end) of the stages that are done."""
+        return [(stage, done.begin, done.end) for stage, done in sorted(self.passes.items())]
 
 
 class ModelStage:
@@ -43,7 +73,9 @@ class ModelStage:
         """The residual and one contribution, FP32 at most, for every row of the step."""
         if self._runner.model.part.is_last:
             return 0
-        tokens = sum(part.num_tokens for part in step.step.parts)
+        # Slices of the rows may be padded to equal ones.
+        topology = self._runner.topology
+        tokens = rank_rows(step.step.rows, topology).total + topology.attn_tp
         return room_for((tokens, self._runner.model.config.hidden_size), torch.float32)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
@@ -58,6 +90,7 @@ class ModelStage:
             raise RunError(f"pipeline stage {self._index} failed: {words}") from error
 
     def _run(self, step: StagedStep, entering: Payload | None) -> Any:
+        begin = perf_counter()
         clock = self._runner.clock
         clock.start()
         crossing = self._runner.walk(step.step, entering)
@@ -69,5 +102,30 @@ class ModelStage:
                 Crossed(name, len(tensor), tensor.nbytes) for name, tensor in crossing.items()
             )
         clock.lap("execute")
-        step.timed[self._index] = clock.take()
+        step.passes[self._index] = StagePass(clock.take(), begin, perf_counter())
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStep:
+    """What the last stage leaves of a step where tokens are drawn."""
+
+    drawn: DrawnRows
+    readings: list[Reading | FailedRow]
+
+
+def draw_step(
+    sampler: Sampler,
+    step: MeshStep,
+    states: Sequence[RowState | FailedRow],
+    runner: Runner,
+    hidden: torch.Tensor,
+) -> DrawnStep:
+    """On the last stage's stream: score the rows that sample, draw, and read what is asked for."""
+    logits, readings = runner.finish(hidden, step)
+    return DrawnStep(draw_rows(sampler, logits, states), readings)
+
+
+def score_step(step: MeshStep, runner: Runner, hidden: torch.Tensor) -> None:
+    """This rank's share of scoring and reading, where another rank of the last stage draws."""
+    runner.finish(hidden, step)

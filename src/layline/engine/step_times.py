@@ -5,7 +5,7 @@ No torch here. One thread writes; others may read and see numbers that are at mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 import msgspec
@@ -38,6 +38,16 @@ class PassTimes(msgspec.Struct, array_like=True, frozen=True):
     def total(self) -> float:
         """All three parts."""
         return self.prepare + self.execute + self.sample
+
+
+def joined_passes(passes: Sequence[PassTimes]) -> PassTimes:
+    """Passes over pipeline stages as one: what they took together, and each stage's own."""
+    return PassTimes(
+        prepare=sum(each.prepare for each in passes),
+        execute=sum(each.execute for each in passes),
+        sample=sum(each.sample for each in passes),
+        stages=[stage for each in passes for stage in each.stages],
+    )
 
 
 class StepTimes:
@@ -81,3 +91,21 @@ class StepTimes:
         ended, self._open = self._open, {}
         for part, seconds in ended.items():
             self.parts[part].observe(seconds)
+
+
+class OverlapCount:
+    """Counts steps that one pipeline stage began before a later one was done with those before.
+
+    Times are comparable where all stages are on one machine.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._done_at = 0.0
+
+    def note(self, spans: Sequence[tuple[int, float, float]]) -> None:
+        """The next step's (stage, begin, end), in the order of stages."""
+        if not spans:
+            return
+        self.count += spans[0][1] < self._done_at
+        self._done_at = spans[-1][2]

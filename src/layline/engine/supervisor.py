@@ -18,12 +18,16 @@ from typing import Any
 
 from layline.engine.ranks import Limits, RankLink, Sign
 from layline.engine.wire import Beat, Failed, Hello, Stop, ToRank, WireError, frame
-from layline.errors import CollectiveError, LaylineError, RunError
+from layline.errors import CollectiveError, LaylineError, RunError, TransferError
 
 _CHUNK = 1 << 18
 _TICK_S = 0.25
 _GRACE_S = 0.3  # For what else a failure shows: an exit status, other ranks' reports.
 _PAUSE_S = 2.0  # A turn that takes longer: this process itself was stopped.
+
+
+NEIGHBOURS_TOO = (CollectiveError, TransferError)
+"""Errors that a rank may have because another one is gone."""
 
 
 class Supervisor:
@@ -44,6 +48,7 @@ class Supervisor:
         self._outbox: deque[tuple[int | None, bytes]] = deque()
         # By step, what ranks have answered: of those that are asked for, and of later ones.
         self._steps: dict[int, dict[int, Any]] = {}
+        self._awaited_step: int | None = None
         self._failure: LaylineError | None = None
         self._is_told = False
         self._stop: Stop | None = None
@@ -72,6 +77,8 @@ class Supervisor:
         if number >= 0:
             self._steps = {step: kept for step, kept in self._steps.items() if step >= number}
             found = self._steps.setdefault(number, found)
+        # Kept where the wait fails: the verdict tells it.
+        self._awaited_step = number if number >= 0 else None
         while not all(rank in found for rank in ranks):
             item = None if self._failure is not None else self._inbox.get()
             if item is None:
@@ -83,6 +90,7 @@ class Supervisor:
                 self._steps.setdefault(step, {})[rank] = message
             elif rank in ranks and isinstance(message, kinds):
                 found[rank] = message
+        self._awaited_step = None
         return [found[rank] for rank in ranks]
 
     @property
@@ -273,8 +281,8 @@ class Supervisor:
     def _verdict(self) -> LaylineError | None:
         """The error to end with, or None to wait.
 
-        A collective also fails because another rank is gone, so its error counts once every other
-        rank has been heard again.
+        What ranks do together also fails because another rank is gone, so an error of that kind
+        counts once every other rank has been heard again.
         """
         signs: dict[Sign, list[RankLink]] = {}
         # One that ends can bring others down, so the first is the cause.
@@ -283,11 +291,11 @@ class Supervisor:
                 signs.setdefault(link.sign, []).append(link)
         reports = [(link, link.reported()) for link in signs.get(Sign.REPORTED, [])]
         for _, error in reports:
-            if isinstance(error, LaylineError) and not isinstance(error, CollectiveError):
+            if isinstance(error, LaylineError) and not isinstance(error, NEIGHBOURS_TOO):
                 return error
         for sign in (Sign.SILENT, Sign.GARBLED, Sign.ENDED):
             for link in signs.get(sign, []):
-                return link.gone()
+                return link.gone(self._awaited_step)
         if any(link.sign is None and link.heard_at <= self._noted_at for link in self._links):
             return None
         link, error = reports[0]

@@ -26,12 +26,20 @@ class WireError(RunError):
     """What arrived on a control connection is not a message."""
 
 
+class Pipeline(msgspec.Struct, array_like=True, frozen=True):
+    """How the layers are cut into stages, and by stage the process and its device that run it."""
+
+    fence: list[int]
+    processes: list[int]
+    devices: list[int]
+
+
 class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """First word to a rank: what to load, and where the ranks meet.
 
     ``engine`` are the fields of EngineConfig, ``meeting`` the file through which ranks find each
     other, or empty under torchrun; ``host`` says on which network they do. ``device`` is the
-    ordinal of the rank's device.
+    ordinal of the rank's device. ``pipeline`` is None where all layers are one stage.
     """
 
     engine: dict[str, Any]
@@ -41,6 +49,7 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
     threads: int
     device: int
     local_ranks: int
+    pipeline: Pipeline | None = None
 
 
 class Bind(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -153,7 +162,9 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A step is done; ids and, where asked for, (logprob, [(id, logprob)]) of its sampled rows.
 
     ``failed`` has row, message and places of those that have no token, whose ids mean nothing;
-    ``reads`` one entry for each read.
+    ``reads`` one entry for each read. A rank that has not the last pipeline stage has none of
+    these, only times. ``spans`` has (pipeline stage, begin, end) by the machine's monotonic clock,
+    in seconds.
     """
 
     number: int
@@ -162,6 +173,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
     times: PassTimes = PassTimes()
     failed: list[tuple[int, str, str]] = []
     reads: list[Read] = []
+    spans: list[tuple[int, float, float]] = []
 
 
 class Memory(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -34,7 +34,10 @@ class Wire(Protocol):
 
 
 class LinkSender:
-    """The producer's end. Its ``send`` is :meth:`transport.Boundary.send`."""
+    """The producer's end.
+
+    ``stream`` is the one that sends, and ``taken`` its task for the latest payload.
+    """
 
     kind = "between processes"
 
@@ -47,12 +50,13 @@ class LinkSender:
         *,
         options: CutOptions | None = None,
     ) -> None:
-        link = streams.stream(f"{name} out", producer.device.ordinal)
+        self.stream = link = streams.stream(f"{name} out", producer.device.ordinal)
         self._boundary = Boundary(
             name, producer, link, streams, transport=LocalCopy(self.kind), options=options
         )
         self._wire = wire
         self._sequence = 0
+        self.taken: Cell[None] | None = None
 
     def prewarm(self, room: int) -> None:
         """See Boundary.prewarm."""
@@ -64,7 +68,7 @@ class LinkSender:
         Raises as Boundary.send does. That the other end is gone shows where streams are waited for.
         """
         index = self._boundary.send(payload, room, overlap=overlap)
-        self._boundary.deliver(partial(self._wire.send, self._sequence), index)
+        self.taken = self._boundary.deliver(partial(self._wire.send, self._sequence), index)
         self._sequence += 1
         return index
 

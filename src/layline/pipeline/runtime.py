@@ -100,14 +100,15 @@ class PipelineRuntime:
         """
         self.fence_stages_behind(self.caller)
         crossing: Cell[Any] | None = entering
-        for stage in self.stages:
-            if stage.index > 0:
-                crossing = self.cuts[stage.index - 1].receive()
+        # Stages may be a run of a longer pipeline's, so places here are not their numbers.
+        for place, stage in enumerate(self.stages):
+            if place > 0:
+                crossing = self.cuts[place - 1].receive()
             scope = None if within is None else partial(within, stage.index)
             crossing = self.turn(stage, step, crossing, within=scope)
             if stage is not self.last:
                 room = stage.program.room(own_step(step, stage.index))
-                self.cuts[stage.index].send(crossing, room, overlap=overlap)
+                self.cuts[place].send(crossing, room, overlap=overlap)
         assert crossing is not None
         return crossing
 

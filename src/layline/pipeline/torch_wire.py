@@ -21,6 +21,8 @@ from layline.pipeline.payload import Layout, Payload
 
 # Headers that may be under way on CUDA, where the host does not wait for each: a header a slot.
 HEADERS_UNDER_WAY = 2
+# On the CPU so many bytes of a payload come with the header: a decode's, so that one message does.
+BESIDE_HEADER = 63 << 10
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class TorchWire:
         self._data = data
         self._device = device or torch.device("cpu")
         self._timeout_s = timeout_s
+        self._beside = BESIDE_HEADER if data is None else 0
         self._headers: deque[tuple[Any, Tensor, str]] = deque()
 
     def send(self, sequence: int, layout: Layout, memory: Tensor) -> None:
@@ -65,15 +68,15 @@ class TorchWire:
             f"stage {ends.from_stage} waited for stage {ends.to_stage} (rank {ends.peer}) to take "
             f"#{sequence} of {ends.cut}"
         )
-        header, body = pack(ends.cut, sequence, layout), memory[: layout.size]
-        self._headers.append((self._start(distributed.isend, header, what), header, what))
+        first, body = self._letter(pack(ends.cut, sequence, layout), memory[: layout.size])
+        self._headers.append((self._start(distributed.isend, first, what), first, what))
         if self._data is None:
-            work = self._start(distributed.isend, body, what) if layout.size else None
+            work = None if body is None else self._start(distributed.isend, body, what)
             self._end_headers(0)
             self._end(work, what)
             return
         self._end_headers(HEADERS_UNDER_WAY)
-        if layout.size:
+        if body is not None:
             distributed.send(body, ends.peer, group=self._data)
 
     def receive(self, sequence: int) -> Payload:
@@ -83,15 +86,29 @@ class TorchWire:
             f"stage {ends.to_stage} waited for #{sequence} of {ends.cut} from stage "
             f"{ends.from_stage} (rank {ends.peer})"
         )
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self._end(self._start(distributed.irecv, header, what), what)
-        layout = unpack(header, ends.cut, sequence)
-        body = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
-        if layout.size and self._data is None:
+        first = torch.empty(HEADER_BYTES + self._beside, dtype=torch.uint8)
+        self._end(self._start(distributed.irecv, first, what), what)
+        layout = unpack(first[:HEADER_BYTES], ends.cut, sequence)
+        if layout.size <= self._beside:
+            body = first[HEADER_BYTES:].to(self._device)
+        elif self._data is None:
+            body = torch.empty(layout.size, dtype=torch.uint8)
             self._end(self._start(distributed.irecv, body, what), what)
-        elif layout.size:
+        else:
+            body = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
             distributed.recv(body, ends.peer, group=self._data)
         return {part.name: part.of(body) for part in layout.parts}
+
+    def _letter(self, header: Tensor, body: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The first message, always of one length, and what comes after it."""
+        if self._beside == 0:
+            return header, body if body.numel() else None
+        first = torch.empty(HEADER_BYTES + self._beside, dtype=torch.uint8)
+        first[:HEADER_BYTES] = header
+        if body.numel() > self._beside:
+            return first, body
+        first[HEADER_BYTES : HEADER_BYTES + body.numel()] = body
+        return first, None
 
     def _start(self, call: Callable[..., Any], tensor: Tensor, what: str) -> Any:
         try:

@@ -19,12 +19,12 @@ from layline.boundary.rows import DpPadding, StepRows
 from layline.engine import wire
 from layline.engine.balance import SampleRow
 from layline.engine.outcome import FailedRow
+from layline.engine.rank_codec import packed_tokens, spec_of
 from layline.engine.reading import RowRead
 from layline.engine.remote import params_fields, readings_of, tokens_of
 from layline.engine.step import IDLE, MeshStep, RankStep, ordinary_step
 from layline.engine.step_codec import KEPT_STEPS, StepDecoder, StepEncoder
 from layline.engine.wire import FrameReader, WireError, frame, from_rank_reader, to_rank_reader
-from layline.engine.worker import packed_tokens, spec_of
 from layline.layers.spans import SequenceSpan
 from layline.sampling import SamplingParams, TokenLogprobs
 

@@ -86,6 +86,8 @@ def test_pipeline_stages_have_the_ranks_that_run_them() -> None:
     # Two stages each for the two ranks of a pipeline.
     ranks = [stage["ranks"] for stage in pipeline(two, (0, 1, 2, 3, 6))]
     assert ranks == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    ranks = [stage["ranks"] for stage in pipeline(two, (0, 1, 2, 6))]
+    assert ranks == [[0, 1], [2, 3], [2, 3]], "as placement.place divides them"
     assert {group["name"]: group["groups"] for group in groups(two)} == {
         "TP": [(0, 1), (2, 3)],
         "attention TP": [(0, 1), (2, 3)],

@@ -11,6 +11,7 @@ from layline.config import EngineConfig
 from layline.engine.pipeline_plan import PipelinePlan
 from layline.engine.planned import ModelPlan
 from layline.models.footprint import footprint
+from layline.pipeline.fence import even_fence, stage_of
 from layline.topology import GroupName, Topology
 
 ATTENTION_GROUPS = (GroupName.TP, GroupName.ATTN_DP, GroupName.ATTN_CP, GroupName.ATTN_TP)
@@ -129,10 +130,10 @@ def pipeline(topology: Topology, fence: Sequence[int]) -> list[dict[str, Any]]:
 
     A rank runs neighbouring stages where there are more stages than pipeline ranks.
     """
-    stages = len(fence) - 1
+    runs = even_fence(len(fence) - 1, topology.pp)
     found = []
     for stage, (first, end) in enumerate(pairwise(fence)):
-        begin = stage * topology.pp // stages * topology.tp
+        begin = stage_of(runs, stage) * topology.tp
         found.append({"first": first, "end": end, "ranks": list(range(begin, begin + topology.tp))})
     return found
 
