@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from layline.cli import chat, doctor, gate, generate, pull, serve
-from layline.cli.bench import boundary, latency, throughput
+from layline.cli.bench import boundary, latency, pipeline, throughput
 from layline.cli.failures import write_traceback
 from layline.cli.grammar import CommandGroup, OneLineCommand, grouped, usage_message
 from layline.cli.output import (
@@ -110,6 +110,7 @@ def build() -> typer.Typer:
     for name, measure in (
         ("latency", latency.latency),
         ("throughput", throughput.throughput),
+        ("pipeline", pipeline.pipeline),
         ("boundary", boundary.boundary),
     ):
         bench.command(name, cls=OneLineCommand, short_help=first_line(measure))(grouped(measure))

@@ -19,6 +19,7 @@ from layline.engine.launch import launch
 from layline.engine.pipeline_plan import PipelinePlan
 from layline.engine.planned import ITEMSIZES, ModelPlan
 from layline.engine.step import MeshStep
+from layline.errors import UsageError
 from layline.models.parallel import Shards
 from layline.pipeline.fence import boundaries
 from layline.sampling import SamplingParams
@@ -125,6 +126,17 @@ def analyse(
     if staged is not None:
         compare_cuts(staged, recorded.steps, analysis)
     return analysis
+
+
+def refuse_staged_ranks(engine: EngineConfig, staged: PipelinePlan | None) -> None:
+    """Raise UsageError for stages on several ranks, whose steps are not told apart here."""
+    if staged is None or engine.topology().is_single:
+        return
+    degree = f"tp {engine.tp}" if engine.tp > 1 else f"pp_processes {engine.pp_processes}"
+    raise UsageError(
+        f"{degree} cannot be analysed with {staged.placement.num_stages} pipeline stages in this "
+        "version; expected tp 1 and pp_processes 1, or pp_stages 1"
+    )
 
 
 def trial_prompts(plan: ModelPlan) -> list[tuple[list[int], int]]:

@@ -260,10 +260,10 @@ def test_doors_count_for_a_plan(layline: Any, folder: Any, monkeypatch: pytest.M
         (["--pp-stages", "2", "--pp-devices", "0,1,2"], ["names 3 devices", "expected 2"]),
         (["--draw", "a.svg"], ["there is one stage", "--pp-stages of at least 2"]),
         (["--pp-stages", "2", "--draw", "/no/such/a.svg"], ["'/no/such/a.svg'", "No such file"]),
-        (["--pp-stages", "2", "--tp", "2", "--analyze"], ["--tp 2 does not run with 2 pipeline"]),
+        (["--pp-stages", "2", "--tp", "2", "--analyze"], ["--tp 2 cannot be analysed with 2"]),
         (
             ["--pp-stages", "2", "--pp-processes", "2", "--analyze"],
-            ["--pp-processes 2 does not run", "expected 1, or --pp-stages 1"],
+            ["--pp-processes 2 cannot be analysed", "--pp-processes 1, or --pp-stages 1"],
         ),
     ],
 )

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,7 +106,7 @@ def test_every_open_answer_is_told(llm: LLM) -> None:
     async def ask(engine: AsyncEngine, prompt: list[int]) -> BaseException:
         try:
             async with await engine.submit(
-                [Submission(prompt_ids=prompt, params=SamplingParams(max_tokens=27))]
+                [Submission(prompt_ids=prompt, params=replace(GREEDY, max_tokens=27))]
             ) as stream:
                 async for _ in stream:
                     pass

@@ -113,7 +113,9 @@ class Bench:
         self._load = load
         self._executor = executor
         config = EngineConfig(max_running=max(load.batches))
-        self._engine = Engine(model, MeshScheduler.of(config, executor.num_blocks), executor)
+        microbatches = model.microbatches(config)
+        scheduler = MeshScheduler.of(config, executor.num_blocks, num_stages=microbatches)
+        self._engine = Engine(model, scheduler, executor, in_flight=microbatches)
         self._draw = random.Random(0)
         self._vocabulary = model.valid_vocab
 

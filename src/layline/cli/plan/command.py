@@ -102,6 +102,10 @@ def show(model: str, options: PlanOptions, run: RunOptions) -> int:
         planned = with_kernel_sizes(planned)
     data: dict[str, Any] = as_data(planned)
     staged = open_pipeline(model, options, run, planned)
+    if options.analyze:
+        from layline.engine.analysis import refuse_staged_ranks
+
+        refuse_staged_ranks(EngineConfig(**run.keywords(), model=model), staged)
     data["pipeline"] = None
     pipeline = [] if staged is None else [add_pipeline(options, planned, staged, data)]
     sections = [as_text(data), *pipeline]
