@@ -55,9 +55,9 @@ class StagedModel:
         sys.setswitchinterval(SWITCH_S)
         self._streams = streams = make_streams(plan.engine.device)
         options = CutOptions(PATIENCE_S)
-        caller = streams.stream("caller", num_threads=plan.threads)
         homes = stage_homes(plan, stages, streams)
-        self._runtime = PipelineRuntime(homes, caller, streams, options=options)
+        # Nobody else here uses results or writes caches, so no stream stands for a caller.
+        self._runtime = PipelineRuntime(homes, homes[0].stream, streams, options=options)
         self._before: LinkReceiver | None = None
         self._after: LinkSender | None = None
         if ends.before is not None:

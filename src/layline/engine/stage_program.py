@@ -75,7 +75,7 @@ class ModelStage:
             return 0
         # Slices of the rows may be padded to equal ones.
         topology = self._runner.topology
-        tokens = rank_rows(step.step.rows, topology).total + topology.attn_tp
+        tokens = rank_rows(step.step.rows, topology).total + topology.attn_tp - 1
         return room_for((tokens, self._runner.model.config.hidden_size), torch.float32)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
