@@ -31,7 +31,7 @@ from layline.engine.speculation.draft_facts import with_draft
 from layline.engine.step_times import StepTimes
 from layline.engine.wire import Pipeline
 from layline.errors import UsageError
-from layline.pipeline.doors import STREAMS, Doors, PipelineFlags
+from layline.pipeline.doors import SHARD, STREAMS, Doors, PipelineFlags
 from layline.pipeline.fence import Fence
 from layline.pipeline.placement import Inventory
 
@@ -117,6 +117,11 @@ def refuse_beside_stages(engine: EngineConfig, num_stages: int, doors: Doors) ->
             raise UsageError(
                 f"{name} {degree} does not go with {STREAMS}=0, which has one stream for all "
                 f"{num_stages} stages; expected {STREAMS} unset, or {name} 1"
+            )
+        if degree > 1 and not doors.shard:
+            raise UsageError(
+                f"{name} {degree} does not go with {SHARD}=0: each process has the weights of its "
+                f"own stages; expected {SHARD} unset, or {name} 1"
             )
 
 

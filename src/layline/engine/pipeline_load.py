@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -17,8 +17,10 @@ from layline.engine.model import LoadedModel, load_part
 from layline.engine.pipelined import PipelinedExecutor
 from layline.engine.stage_program import ModelStage
 from layline.engine.step_times import StepTimes
+from layline.errors import UsageError
 from layline.models.stack import LayerRange
-from layline.pipeline.doors import Doors
+from layline.pipeline.device import StageDevice
+from layline.pipeline.doors import SHARD, Doors
 from layline.pipeline.fence import Fence, layers_of
 from layline.pipeline.loops import Loops, Site
 from layline.pipeline.placement import Inventory, Placement, Residency, resident_devices
@@ -33,7 +35,7 @@ class StagePlan:
     """Which layers each stage of a run has, where it is, and which of them this process has.
 
     ``num_threads`` are the process's, None for all of the run; ``local_ranks`` processes share the
-    machine.
+    machine. Not ``sharded``, all weights are on the primary device.
     """
 
     engine: EngineConfig
@@ -43,6 +45,7 @@ class StagePlan:
     process: int = 0
     num_threads: int | None = None
     local_ranks: int = 1
+    sharded: bool = True
 
     @property
     def num_stages(self) -> int:
@@ -78,9 +81,22 @@ class StagePlan:
             return torch.device("cpu")
         return torch.device(self.engine.device, self.placement.devices[index])
 
+    def weights_on(self, index: int) -> StageDevice:
+        """Where a stage's weights are."""
+        ordinal = self.placement.devices[index] if self.sharded else self.placement.primary
+        return StageDevice(self.engine.device, ordinal)
+
+    @property
+    def reads_remotely(self) -> bool:
+        """True when a stage reads its weights from another device."""
+        return any(self.weights_on(stage).ordinal != device for stage, device in self._homes())
+
+    def _homes(self) -> Iterator[tuple[int, int]]:
+        return ((stage, self.placement.devices[stage]) for stage in self.stages)
+
     def site(self) -> Site:
         """Where stages and weights are, for the loops' refusals."""
-        layers = resident_devices(self.fence, self.placement, sharded=True)
+        layers = resident_devices(self.fence, self.placement, sharded=self.sharded)
         return Site(self.placement, Residency(layers, self.placement.primary))
 
 
@@ -127,6 +143,7 @@ def stage_homes(
                 f"stage {index}", plan.placement.devices[index], num_threads=plan.threads
             ),
             ModelStage(index, stage.runner),
+            weights_on=plan.weights_on(index),
             weight_bytes=stage.weight_bytes,
         )
         for index, stage in zip(plan.stages, stages, strict=True)
@@ -147,6 +164,15 @@ def inventory(device: str) -> Inventory:
     return Inventory("cuda", count, blocked)
 
 
+def check_sharding(engine: EngineConfig, doors: Doors) -> None:
+    """Raise UsageError where all weights on one device could not be computed with."""
+    if engine.device != "cpu" and doors.streams and not doors.shard:
+        raise UsageError(
+            f"{SHARD}=0 keeps all weights on one device, and torch computes with those of a "
+            f"stage's own on {engine.device}; expected {SHARD} unset, or device cpu"
+        )
+
+
 def load_pipeline(
     engine: EngineConfig,
     facts: ModelFacts,
@@ -161,7 +187,8 @@ def load_pipeline(
     """
     placement = doors.placement(len(fence) - 1, inventory(engine.device))
     doors.freeze(placement)
-    plan = StagePlan(engine, facts, fence, placement)
+    check_sharding(engine, doors)
+    plan = StagePlan(engine, facts, fence, placement, sharded=doors.shard)
     stages = load_stages(plan, checkpoint)
     num_blocks = fitting_blocks(plan, stages)
     for stage in stages:

@@ -5,20 +5,22 @@ Bits do not tell: memory on another device is read just as exactly, and slowly.
 
 from __future__ import annotations
 
+from layline.engine.pipeline_load import StagePlan
 from layline.pipeline.access import Buffer
 from layline.pipeline.loops import Site
 from layline.pipeline.runtime import PipelineRuntime
 
 
-def misplaced(runtime: PipelineRuntime, site: Site) -> list[str]:
+def misplaced(plan: StagePlan, runtime: PipelineRuntime, site: Site) -> list[str]:
     """What is on another device than the stage that uses it; a line each."""
     found = []
     for stage in runtime.stages:
         for name, buffer in (("cache", stage.cache), ("scratch", stage.scratch)):
             if buffer.device != stage.device:
                 found.append(_line(f"the {name}", stage.index, buffer, stage.device))
-        if stage.weights.device != stage.device:
-            found.append(_line("the weights", stage.index, stage.weights, stage.device))
+        expected = plan.weights_on(stage.index)
+        if stage.weights.device != expected:
+            found.append(_line("the weights", stage.index, stage.weights, expected))
     last = runtime.last
     if runtime.caller.device != last.device:
         found.append(
@@ -36,7 +38,7 @@ def misplaced(runtime: PipelineRuntime, site: Site) -> list[str]:
 
 
 def _line(what: str, stage: int, buffer: Buffer, device: object) -> str:
-    return f"{what} of stage {stage} is on {buffer.device} and the stage on {device}"
+    return f"{what} of stage {stage} is on {buffer.device}; expected {device}"
 
 
 def _listed(devices: set[int]) -> str:

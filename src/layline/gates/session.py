@@ -11,7 +11,7 @@ from layline.config import EngineConfig
 from layline.engine.facts import resolve
 from layline.engine.launch import open_doors
 from layline.engine.model import LoadedModel, load_part
-from layline.engine.pipeline_load import StagePlan, inventory
+from layline.engine.pipeline_load import StagePlan, check_sharding, inventory
 from layline.errors import UsageError
 from layline.gates.arms import GateModel
 from layline.gates.mutations import Bench
@@ -86,7 +86,8 @@ def open_gate(engine: EngineConfig, warn: Callable[[str], None]) -> Iterator[Gat
             fence = doors.fence(facts.config.num_layers)
             assert fence is not None
         placement = doors.placement(len(fence) - 1, inventory(engine.device))
-        plan = StagePlan(engine, facts, fence, placement)
+        check_sharding(engine, doors)
+        plan = StagePlan(engine, facts, fence, placement, sharded=doors.shard)
         chunk = min(MOST_CHUNK, facts.max_model_len // LONGEST)
         if chunk < 4:
             raise UsageError(

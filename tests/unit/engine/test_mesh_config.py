@@ -117,6 +117,15 @@ def test_what_stages_do_not_go_with_is_refused_before_a_weight_is_read(
         launch(EngineConfig(model=str(tmp_path), **flags))
 
 
+def test_weights_on_one_device_do_not_go_with_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, "Llama")
+    monkeypatch.setenv("LAYLINE_PP_SHARD", "0")
+    with pytest.raises(UsageError, match="pp_processes 2 does not go with LAYLINE_PP_SHARD=0"):
+        launch(EngineConfig(model=str(tmp_path), pp_stages=2, pp_processes=2))
+
+
 def test_a_bad_door_is_a_warning_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

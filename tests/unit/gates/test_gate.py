@@ -121,6 +121,24 @@ def test_a_shut_door_is_red(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "refused: batched decode has no stage split" in found[0].reasons[0]
 
 
+@pytest.mark.parametrize("devices", [None, [0, 0]], ids=["two", "one"])
+def test_weights_that_stay_on_the_primary_are_read_remotely_and_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, devices: list[int] | None
+) -> None:
+    # pipeline G56
+    monkeypatch.setenv("LAYLINE_PP_SHARD", "0")
+    with gate_of(folder, pp_stages=2, pp_devices=devices) as session:
+        assert not reds(found := outcomes(session, "batch"))
+        assert {each.counters["remote_reads"] > 0 for each in found} == {devices is None}
+        scenario, expected = scenario_and_reference(session)
+        own = ArmOptions(homes=lambda homes: [replace(h, weights=h.scratch) for h in homes])
+        way = scenario.ways[0]
+        sharded = run_way(session.model, scenario, way, session.doors, expected, own)
+    if devices is None:
+        assert "counter remote_reads has not moved" in sharded.problems
+        assert "the weights of stage 0 is on cpu:0; expected cpu:1" in sharded.problems
+
+
 class OffByOneBit:
     """A stage whose result has one other bit."""
 
