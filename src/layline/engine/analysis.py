@@ -108,7 +108,11 @@ def analyse(
     try:
         # Without shared blocks every trial computes what its plan says.
         scheduler = MeshScheduler.of(
-            config, executor.num_blocks, shares=False, num_stages=model.microbatches(config)
+            config,
+            executor.num_blocks,
+            shares=False,
+            num_stages=model.microbatches(config),
+            divide=model.divide(config),
         )
         engine = Engine(model, scheduler, recorded, in_flight=model.in_flight(config))
         requests = [

@@ -17,6 +17,7 @@ from layline.config import EngineConfig
 from layline.engine.blocks import BlockPool
 from layline.engine.context_split import split_context
 from layline.engine.prefix import PrefixCache
+from layline.engine.prompt_chunks import Divide
 from layline.engine.reading_plan import reads_of
 from layline.engine.request import Request
 from layline.engine.scheduler import BLOCK_SIZE, Scheduler
@@ -146,12 +147,19 @@ class MeshScheduler:
 
     @classmethod
     def of(
-        cls, engine: EngineConfig, num_blocks: int, *, shares: bool = True, num_stages: int = 1
+        cls,
+        engine: EngineConfig,
+        num_blocks: int,
+        *,
+        shares: bool = True,
+        num_stages: int = 1,
+        divide: Divide | None = None,
     ) -> MeshScheduler:
         """The schedulers that a configuration asks for, each over ``num_blocks`` cache blocks.
 
         ``shares`` False keeps requests from sharing blocks even where the configuration allows it;
-        ``num_stages`` are those of a pipeline with as many steps under way.
+        ``num_stages`` are those of a pipeline with as many steps under way, and ``divide`` gives
+        the chunks of its prompts.
         """
         shares = shares and engine.prefix_cache
         parts = [
@@ -161,6 +169,7 @@ class MeshScheduler:
                 max_running=engine.max_running,
                 prefill_tokens=engine.prefill_tokens,
                 num_stages=num_stages,
+                divide=divide,
             )
             for _ in range(engine.attn_dp)
         ]

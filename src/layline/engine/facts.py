@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from layline.boundary.mesh import MeshSpec
 from layline.boundary.policy import resolve_policy
 from layline.config import EngineConfig
+from layline.engine.prompt_chunks import Divide
 from layline.errors import UsageError
 from layline.models.config import DecoderConfig
 from layline.models.parallel import check_degrees
 from layline.models.registry import family_of
+from layline.pipeline.doors import Doors
 from layline.pipeline.fence import Fence
+from layline.pipeline.schedule import prime_chunks
 from layline.text.tokenizer import Tokenizer, load_tokenizer
 from layline.weights.checkpoint import Checkpoint
 from layline.weights.embedding_checkpoint import pooling_of
@@ -62,13 +65,14 @@ class ServedModel:
     """What the engine needs of a model: facts and text, no weights.
 
     ``draft`` are the facts of the draft model, where there is one; ``fence`` is what cuts the
-    layers into pipeline stages, None for one stage.
+    layers into pipeline stages, None for one stage, and ``doors`` are the pipeline's.
     """
 
     facts: ModelFacts
     tokenizer: Tokenizer
     draft: ModelFacts | None = None
     fence: Fence | None = None
+    doors: Doors | None = None
 
     @property
     def num_stages(self) -> int:
@@ -85,6 +89,22 @@ class ServedModel:
             return 2 if engine.overlaps else 1
         alone = engine.overlap is False or engine.speculative != "off"
         return 1 if alone else self.num_stages
+
+    def divide(self, engine: EngineConfig) -> Divide | None:
+        """How prompts are divided into chunks that follow each other through the stages.
+
+        None where one step is under way at a time. The doors are looked at for each chunk.
+        """
+        doors = self.doors
+        if doors is None or self.microbatches(engine) == 1:
+            return None
+
+        def chunks(num_tokens: int) -> tuple[int, ...]:
+            if not doors.prime_pipe:
+                return (num_tokens,)
+            return prime_chunks(num_tokens, self.num_stages, doors.prime_chunks)
+
+        return chunks
 
     def microbatches(self, engine: EngineConfig) -> int:
         """Steps over which those that decode are spread: with one under way at a time it is one."""

@@ -57,7 +57,7 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
         fence = doors.fence(model.facts.config.num_layers)
         if fence is not None:
             refuse_beside_stages(engine, len(fence) - 1, doors)
-        model = replace(with_draft(engine, model), fence=fence)
+        model = replace(with_draft(engine, model), fence=fence, doors=doors)
         if fence is not None and engine.topology().is_single:
             from layline.engine.pipeline_load import load_pipeline
 

@@ -67,6 +67,7 @@ class LLM:
             executor.num_blocks,
             shares=self._model.facts.shares_prefixes,
             num_stages=self._model.microbatches(self.engine_config),
+            divide=self._model.divide(self.engine_config),
         )
         speculation = make_speculation(self.engine_config, self._model, scheduler, executor)
         self._engine = Engine(

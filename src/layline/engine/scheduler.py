@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from layline.engine.blocks import BlockPool
 from layline.engine.drafts import DraftLedger
 from layline.engine.prefix import extend_keys
+from layline.engine.prompt_chunks import Divide, chunks_of_step
 from layline.engine.request import Request
 from layline.engine.statistics import SchedulerStats
 from layline.engine.step_plan import EntryRows, StepEntry, StepPlan, joined_plan, sampled_row
@@ -51,10 +52,12 @@ class Scheduler:
         max_running: int,
         prefill_tokens: int,
         num_stages: int = 1,
+        divide: Divide | None = None,
     ) -> None:
         """On several pipeline stages as many steps are under way, each with other requests."""
         self._pool = pool
         self._num_stages = num_stages
+        self._divide = divide
         self._block_size = block_size
         self._max_running = max_running
         self._prefill_tokens = prefill_tokens
@@ -260,7 +263,9 @@ class Scheduler:
         return joined_plan(self._decode(), ([], []))
 
     def _prefill(self, budget: int) -> EntryRows:
-        chunks = self._chunks(budget)
+        filling: set[bytes] = set()
+        prompts = self._prompts(filling)
+        chunks = chunks_of_step(prompts, budget, filling, self._block_size, self._divide)
         entries: list[StepEntry] = []
         token_ids: list[int] = []
         for request, count in chunks:
@@ -271,34 +276,6 @@ class Scheduler:
             entries.append(StepEntry(request, span, samples, request.num_read))
             token_ids.extend(request.prompt_ids[start : start + count])
         return entries, token_ids
-
-    def _chunks(self, budget: int) -> list[tuple[Request, int]]:
-        """Whose prompt to compute, and how many tokens of it, ``budget`` at most in all.
-
-        A prompt that does not end in this step takes half of what is left when others are behind
-        it, so that one long prompt never holds up all that are shorter.
-        """
-        chunks: list[tuple[Request, int]] = []
-        # Keys of the blocks that this step fills: who begins with one waits for the next step.
-        filling: set[bytes] = set()
-        for ticket, more in self._prompts(filling):
-            request = ticket.request
-            start = request.num_computed
-            count = len(request.prompt_ids) - start
-            if count > budget:
-                count = max(1, budget // 2) if more else budget
-            full = (start + count) // self._block_size
-            filling.update(ticket.keys[start // self._block_size : full])
-            chunks.append((request, count))
-            budget -= count
-            if budget == 0:
-                break
-        for number, (request, count) in enumerate(chunks):
-            # What was left for others and has found nobody.
-            extra = min(budget, len(request.prompt_ids) - request.num_computed - count)
-            chunks[number] = (request, count + extra)
-            budget -= extra
-        return chunks
 
     def _prompts(self, filling: set[bytes]) -> Iterator[tuple[Ticket, bool]]:
         """Requests to prefill, running ones first, and whether others are behind.

@@ -122,7 +122,13 @@ class Arm:
 def new_engine(model: ServedModel, executor: Executor, config: EngineConfig) -> Engine:
     """An engine with an empty cache on an executor that has nothing to do."""
     microbatches = model.microbatches(config)
-    scheduler = MeshScheduler.of(config, executor.num_blocks, shares=False, num_stages=microbatches)
+    scheduler = MeshScheduler.of(
+        config,
+        executor.num_blocks,
+        shares=False,
+        num_stages=microbatches,
+        divide=model.divide(config),
+    )
     return Engine(model, scheduler, executor, in_flight=model.in_flight(config))
 
 
