@@ -65,7 +65,7 @@ def test_module_form_works() -> None:
     assert done.stdout.startswith("layline ")
 
 
-def test_help_lists_every_command_and_no_later_one() -> None:
+def test_help_lists_every_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "layline.cli.main", "--help"],
         capture_output=True,
@@ -73,6 +73,5 @@ def test_help_lists_every_command_and_no_later_one() -> None:
         check=True,
     )
     listed = done.stdout.split("Commands:")[1].split()
-    for name in ("pull", "generate", "chat", "serve", "plan", "bench", "doctor"):
+    for name in ("pull", "generate", "chat", "serve", "plan", "gate", "bench", "doctor"):
         assert name in listed
-    assert "gate" not in listed

@@ -12,7 +12,7 @@ from layline.errors import CheckpointError, ModelNotFoundError, RunError
 
 # Arguments; what the line must contain: the value or name, what was expected, the nearest choice.
 MISTAKES = {
-    "no command": ([], ["no command", "pull, generate, chat, serve, plan, doctor, bench"]),
+    "no command": ([], ["no command", "pull, generate, chat, serve, plan, gate, doctor, bench"]),
     "unknown command": (["genrate", "x"], ["'genrate'", "pull, generate", "'generate'"]),
     "command of a later time": (["zzz"], ["'zzz'", "pull, generate"]),
     "no subcommand": (["bench"], ["no command", "latency"]),

@@ -160,8 +160,11 @@ def test_the_page_tells_stages_and_slots(staged: LLM) -> None:
     json.dumps(about)
 
 
-def test_slots_are_made_as_they_are_planned(checkpoint: Any) -> None:
+def test_slots_are_made_as_they_are_planned(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt of two of the largest steps, so that slots have grown to all they can be."""
+    monkeypatch.setenv("LAYLINE_PRIME_PIPE", "0")
     flags: dict[str, Any] = {"threads": 1, "max_model_len": 2 * STEP + 8, "pp_stages": 3}
     with LLM(str(checkpoint[0]), **flags) as llm:
         prompt = [number % 150 + 3 for number in range(2 * STEP)]
