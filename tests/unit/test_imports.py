@@ -67,6 +67,7 @@ TORCH_FREE = (
     "layline.engine.statistics",
     "layline.engine.waiting",
     "layline.errors",
+    "layline.gates.scenarios",
     "layline.grammar",
     "layline.models",
     "layline.models.collectives",
