@@ -12,7 +12,7 @@ from layline.engine.balance import SampleRow
 from layline.engine.executor import Crossed, Launched, MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
 from layline.engine.outcome import StepResult
-from layline.engine.stage_program import DrawnStep, StagedStep, draw_step
+from layline.engine.stage_program import DrawnStep, StagedStep, draw_step, waits_of
 from layline.engine.step import MeshStep
 from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError, RunError
@@ -67,10 +67,11 @@ class PipelinedExecutor:
         self._rows.release(request_id)
 
     def launch(
-        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], _: Launched | None, /
+        self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
     ) -> Launched:
         """See Executor. The plan knows every token, so no step waits for the one before."""
         self._check()
+        self._times.use.launched(alone=before is None)
         (part,) = step.parts
         assert min(part.token_ids, default=0) >= 0, "a step is fed a token that nobody knows yet"
         finish = partial(draw_step, self._sampler, step, self._rows.at(part, rows[0]))
@@ -100,6 +101,7 @@ class PipelinedExecutor:
             raise self._failure from error
         outcomes = found.drawn.read()
         self._times.add_passes([launched.staged.times()], perf_counter() - begin)
+        self._times.use.done(launched.staged.spans(), waits_of(self.loops.runtime.stages))
         return StepResult([outcomes], [found.readings])
 
     def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:

@@ -19,7 +19,7 @@ from layline.engine.model import LoadedModel
 from layline.engine.pipeline_load import StagePlan, fitting_blocks, stage_homes
 from layline.engine.rank import Answer
 from layline.engine.rank_codec import packed_tokens
-from layline.engine.stage_program import Finish, StagedStep, draw_step, score_step
+from layline.engine.stage_program import Finish, StagedStep, draw_step, score_step, waits_of
 from layline.engine.step_codec import StepDecoder
 from layline.engine.wire import Step, Tokens
 from layline.errors import RunError
@@ -121,7 +121,10 @@ class StagedModel:
         reply = Tokens(number, [], [])
         if self._after is None:
             reply = packed_tokens(number, found.drawn.read(), found.readings)
-        return msgspec.structs.replace(reply, times=staged.times(), spans=staged.spans())
+        waits = waits_of(self._runtime.stages)
+        return msgspec.structs.replace(
+            reply, times=staged.times(), spans=staged.spans(), waits=waits
+        )
 
 
 def _wire(cut: int, neighbour: Neighbour) -> tuple[str, TorchWire]:

@@ -113,6 +113,7 @@ class RemoteExecutor:
         self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
     ) -> Launched:
         """See Executor. Ranks find the step in their connection when they are done with others."""
+        self._times.use.launched(alone=before is None)
         fed = before.number if isinstance(before, _RemoteStep) else 0
         return self._post(step, rows, before=fed)
 
@@ -132,7 +133,9 @@ class RemoteExecutor:
         of_ranks = [replies[rank::size] for rank in range(size)]
         passes = [joined_passes([reply.times for reply in each]) for each in of_ranks]
         self._times.add_passes(passes, now - begin)
-        self._overlap.note([span for reply in of_ranks[0] for span in reply.spans])
+        spans = [span for reply in of_ranks[0] for span in reply.spans]
+        self._overlap.note(spans)
+        self._times.use.done(spans, [wait for reply in of_ranks[0] for wait in reply.waits])
         return result
 
     def _post(

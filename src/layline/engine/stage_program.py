@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -22,6 +22,7 @@ from layline.errors import RunError
 from layline.layers.sampler import Sampler
 from layline.layers.sampling_state import RowState
 from layline.pipeline.payload import Payload, room_for
+from layline.pipeline.stages import StageHome
 
 Finish = Callable[[Runner, torch.Tensor], Any]
 """What the last stage makes of its normalised hidden states [tokens, hidden]."""
@@ -129,3 +130,9 @@ def draw_step(
 def score_step(step: MeshStep, runner: Runner, hidden: torch.Tensor) -> None:
     """This rank's share of scoring and reading, where another rank of the last stage draws."""
     runner.finish(hidden, step)
+
+
+def waits_of(stages: Iterable[StageHome]) -> list[tuple[int, float]]:
+    """What each stage's stream has waited for others so far, in seconds, where streams tell."""
+    found = [(stage.index, getattr(stage.stream, "blocked_s", None)) for stage in stages]
+    return [(index, seconds) for index, seconds in found if seconds is not None]

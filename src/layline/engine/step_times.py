@@ -56,6 +56,7 @@ class StepTimes:
     def __init__(self) -> None:
         self.parts = {name: Histogram(PART_BOUNDS) for name in PARTS}
         self.stages: dict[int, Histogram] = {}
+        self.use = StageUse()
         self._open: dict[str, float] = {}
 
     def add(self, part: str, seconds: float) -> None:
@@ -91,6 +92,37 @@ class StepTimes:
         ended, self._open = self._open, {}
         for part, seconds in ended.items():
             self.parts[part].observe(seconds)
+
+
+class StageUse:
+    """What pipeline stages do with their time, by number, in seconds.
+
+    ``busy`` is spent in steps, ``bubble`` beside them while any step was under way; ``slot_wait``
+    is the part of it in which work was there and waited for another stage, where that is known.
+    """
+
+    def __init__(self) -> None:
+        self.busy: dict[int, float] = {}
+        self.bubble: dict[int, float] = {}
+        self.slot_wait: dict[int, float] = {}
+        self._since = 0.0
+        self._ends: dict[int, float] = {}
+
+    def launched(self, *, alone: bool) -> None:
+        """A step begins; ``alone`` where none was under way."""
+        if alone:
+            self._since = perf_counter()
+
+    def done(
+        self, spans: Iterable[tuple[int, float, float]], waits: Iterable[tuple[int, float]]
+    ) -> None:
+        """A step is done: (stage, begin, end) of its parts, and what stages have waited so far."""
+        for stage, begin, end in spans:
+            idle = begin - max(self._since, self._ends.get(stage, 0.0))
+            self.busy[stage] = self.busy.get(stage, 0.0) + end - begin
+            self.bubble[stage] = self.bubble.get(stage, 0.0) + max(0.0, idle)
+            self._ends[stage] = end
+        self.slot_wait.update(waits)
 
 
 class OverlapCount:

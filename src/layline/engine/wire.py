@@ -164,7 +164,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
     ``failed`` has row, message and places of those that have no token, whose ids mean nothing;
     ``reads`` one entry for each read. A rank that has not the last pipeline stage has none of
     these, only times. ``spans`` has (pipeline stage, begin, end) by the machine's monotonic clock,
-    in seconds.
+    ``waits`` (pipeline stage, what it has waited for others so far), in seconds.
     """
 
     number: int
@@ -174,6 +174,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
     failed: list[tuple[int, str, str]] = []
     reads: list[Read] = []
     spans: list[tuple[int, float, float]] = []
+    waits: list[tuple[int, float]] = []
 
 
 class Memory(msgspec.Struct, tag=True, array_like=True, frozen=True):

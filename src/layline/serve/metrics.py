@@ -129,6 +129,20 @@ class EngineCollector(Collector):
         for stage, histogram in sorted(times.stages.items()):
             add(stages, [str(stage)], histogram)
         yield stages
+        use = times.use
+        for name, text, found in (
+            ("busy", "in steps.", use.busy),
+            ("bubble", "beside steps, while any was under way.", use.bubble),
+            ("slot_wait", "with work that waited for another stage.", use.slot_wait),
+        ):
+            counter = CounterMetricFamily(
+                f"layline_stage_{name}_seconds",
+                f"Seconds of a pipeline stage {text}",
+                labels=["stage"],
+            )
+            for stage, seconds in sorted(found.items()):
+                counter.add_metric([str(stage)], seconds)
+            yield counter
 
 
 def add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from layline.engine.ranks import rank_title
 from layline.engine.remote_stages import stages_of
-from layline.engine.step_times import OverlapCount, PassTimes, joined_passes
+from layline.engine.step_times import OverlapCount, PassTimes, StageUse, joined_passes
 from layline.engine.wire import Pipeline
 from layline.pipeline.placement import Inventory, place
 from layline.topology import Topology
@@ -55,6 +55,27 @@ def test_overlap_is_a_step_that_began_before_the_one_before_was_done() -> None:
         overlapped.note([(0, begin, begin + 0.9), (1, begin + 1.0, begin + 1.8)])
     serial.note([])
     assert (serial.count, overlapped.count) == (0, 3)
+
+
+def test_a_bubble_is_time_beside_steps_while_any_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use = StageUse()
+    monkeypatch.setattr("layline.engine.step_times.perf_counter", lambda: 10.0)
+    use.launched(alone=True)
+    # The first stage begins at once; the second when the first is done.
+    use.done([(0, 10.0, 11.0), (1, 11.0, 13.0)], [(1, 0.75)])
+    use.launched(alone=False)
+    use.done([(0, 11.5, 12.5), (1, 13.0, 15.0)], [(1, 0.75)])
+    assert use.busy == {0: 2.0, 1: 4.0}
+    assert use.bubble == {0: 0.5, 1: 1.0}
+    assert use.slot_wait == {1: 0.75}
+    # Nothing was under way for a while: that is no bubble.
+    monkeypatch.setattr("layline.engine.step_times.perf_counter", lambda: 100.0)
+    use.launched(alone=True)
+    use.done([(0, 100.25, 101.0), (1, 101.0, 102.0)], [(1, 1.5)])
+    assert use.bubble == {0: 0.75, 1: 2.0}
+    assert use.slot_wait == {1: 1.5}
 
 
 def test_passes_of_stages_add_up() -> None:

@@ -142,6 +142,13 @@ def test_every_stage_is_timed(staged: LLM) -> None:
         for stage in range(3):
             count = stages[str(stage)]["count"]
             assert f'layline_stage_seconds_count{{stage="{stage}"}} {float(count)}' in text
+            for part in ("busy", "bubble", "slot_wait"):
+                assert f'layline_stage_{part}_seconds_total{{stage="{stage}"}} ' in text
+        use = staged.engine.times.use
+        assert all(seconds > 0 for seconds in use.busy.values())
+        # Of one request the later stages wait for the first at each step.
+        assert use.bubble[2] > use.busy[2] * 0.5
+        assert use.slot_wait[2] > 0
 
 
 def test_the_page_tells_stages_and_slots(staged: LLM) -> None:
