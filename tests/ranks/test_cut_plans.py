@@ -98,13 +98,13 @@ def test_bytes_and_dtypes_are_those_of_a_model(
     (cut,) = planned.cuts
     crossed: list[dict[str, torch.Tensor]] = []
 
-    def forward(self: Decoder, input_ids: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+    def to_the_cut(self: Decoder, input_ids: torch.Tensor, forward_batch: Any) -> torch.Tensor:
         hidden = self._enter(input_ids, forward_batch)
         hidden = self.layers[0](hidden, forward_batch)
         crossed.append(residual_batch.to_pp(hidden, forward_batch))
         raise StoppedError
 
-    monkeypatch.setattr(Decoder, "forward", forward)
+    monkeypatch.setattr(Decoder, "run_stage", to_the_cut)
     attn_dp = engine.attn_dp
     texts = [TextSequence((3, 4, 5, 6), dp, 1 + 4 * dp) for dp in range(attn_dp)]
     parts = tuple(rank_step(Phase.PREFILL, [(text, 0, 4)]) for text in texts)

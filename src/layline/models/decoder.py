@@ -334,15 +334,6 @@ class Decoder:
         cos, sin = self._rotary(positions, lengths)
         return cos.to(dtype), sin.to(dtype)
 
-    def forward(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
-        """Normalised hidden states [tokens, hidden] for ``input_ids`` [tokens] (int64).
-
-        Only a pipeline of one stage has both ends; see :meth:`run_stage` for the others.
-        """
-        crossed = self.run_stage(input_ids, forward_batch)
-        assert isinstance(crossed, torch.Tensor), "the last stage's output is a tensor"
-        return crossed
-
     def run_stage(
         self, entering: torch.Tensor | Mapping[str, torch.Tensor], forward_batch: ForwardBatch
     ) -> torch.Tensor | dict[str, torch.Tensor]:
