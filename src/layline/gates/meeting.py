@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layline.engine.stage_program import StagedStep
+from layline.gates.mutations import Around
 from layline.pipeline.payload import Payload
-from layline.pipeline.stages import StageHome, StageProgram
+from layline.pipeline.stages import StageHome
 
 PATIENCE_S = 0.1
 
@@ -41,16 +42,11 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class MeetingStage:
+class MeetingStage(Around):
     """A stage that meets its neighbours before it runs."""
 
-    program: StageProgram
     stage: int
     meeting: Meeting
-
-    def room(self, step: StagedStep) -> int:
-        """See StageProgram."""
-        return self.program.room(step)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
         """See StageProgram."""

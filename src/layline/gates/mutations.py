@@ -88,14 +88,23 @@ def _sleeping(stalled: str | None, **options: Any) -> ArmOptions:
 
 
 @dataclass(frozen=True)
-class Sleepy:
-    """A stage on a CUDA device that sleeps before each of its steps."""
+class Around:
+    """A stage's program, around which something is done."""
 
     program: StageProgram
 
     def room(self, step: StagedStep) -> int:
         """See StageProgram."""
         return self.program.room(step)
+
+    def run(self, step: StagedStep, entering: Payload | None) -> Any:
+        """See StageProgram."""
+        return self.program.run(step, entering)
+
+
+@dataclass(frozen=True)
+class Sleepy(Around):
+    """A stage on a CUDA device that sleeps before each of its steps."""
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
         """See StageProgram."""
@@ -137,19 +146,14 @@ class Latest:
 
 
 @dataclass(frozen=True)
-class OfTheLatest:
+class OfTheLatest(Around):
     """Every stage but the first takes what a step says from the host's latest one.
 
     ``mixed`` makes the step that is run of the stage's own and the latest.
     """
 
-    program: StageProgram
     latest: Latest
     mixed: Callable[[RankStep, RankStep], RankStep]
-
-    def room(self, step: StagedStep) -> int:
-        """See StageProgram."""
-        return self.program.room(step)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
         """See StageProgram."""
@@ -191,15 +195,10 @@ class Arena:
 
 
 @dataclass(frozen=True)
-class InArena:
+class InArena(Around):
     """A stage that keeps what enters it in ``arena``, and then what it hands on."""
 
-    program: StageProgram
     arena: Arena
-
-    def room(self, step: StagedStep) -> int:
-        """See StageProgram."""
-        return self.program.room(step)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
         """See StageProgram."""
@@ -210,15 +209,10 @@ class InArena:
 
 
 @dataclass(frozen=True)
-class FromTheCaller:
+class FromTheCaller(Around):
     """The first stage runs the step that a task of the caller has left for it."""
 
-    program: StageProgram
     box: Latest
-
-    def room(self, step: StagedStep) -> int:
-        """See StageProgram."""
-        return self.program.room(step)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
         """See StageProgram."""
@@ -230,16 +224,11 @@ class FromTheCaller:
 
 
 @dataclass(frozen=True)
-class Sentinel:
+class Sentinel(Around):
     """The first stage is fed the id of a row whose logits were all NaN, -1."""
 
-    program: StageProgram
     loaded: LoadedModel
     checks: bool
-
-    def room(self, step: StagedStep) -> int:
-        """See StageProgram."""
-        return self.program.room(step)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
         """See StageProgram."""
@@ -256,14 +245,8 @@ class Sentinel:
 
 
 @dataclass(frozen=True)
-class ByRowCount:
+class ByRowCount(Around):
     """A stage that takes a prompt's last row for a decode, because it is one row."""
-
-    program: StageProgram
-
-    def room(self, step: StagedStep) -> int:
-        """See StageProgram."""
-        return self.program.room(step)
 
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
         """See StageProgram."""

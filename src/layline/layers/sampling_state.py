@@ -72,8 +72,8 @@ class RowState:
     """One request as the sampler sees it. The engine keeps it for the request's whole life.
 
     ``valid_vocab`` is the number of ids that the tokenizer knows; the embedding's further rows
-    are never sampled. A request that is rebuilt from its ``output_ids`` draws what it would have
-    drawn had it never been interrupted. ``grammar`` is how far its text has come in a grammar.
+    are never sampled. One that is given its former tokens by :meth:`append` draws what it would
+    have drawn had it never been interrupted. ``grammar`` is how far its text has come in a grammar.
 
     Raises:
         SamplingError: the parameters name an id that the vocabulary does not have.
@@ -86,7 +86,6 @@ class RowState:
         seed: int,
         valid_vocab: int,
         prompt_ids: Sequence[int] = (),
-        output_ids: Sequence[int] = (),
         eos_ids: Iterable[int] = (),
         banned_ids: Iterable[int] = (),
         grammar: GrammarState | None = None,
@@ -111,8 +110,6 @@ class RowState:
         self.seen: SeenIds | None = None
         if params.needs_penalties:
             self.seen = SeenIds(prompt_ids if params.needs_repetition else (), valid_vocab)
-        for token_id in output_ids:
-            self.append(token_id)
 
     def _check_known(self, name: str, ids: Iterable[int]) -> None:
         for token_id in ids:

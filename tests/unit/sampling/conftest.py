@@ -28,9 +28,11 @@ class Probe:
     def tokens(
         self, logits: torch.Tensor, params: SamplingParams, uniforms: list[float], **state: object
     ) -> list[int]:
-        rows = []
+        rows, taken = [], state.pop("output_ids", ())
         for value in uniforms:
             row = RowAt(params, seed=0, **{"valid_vocab": len(logits), **state})
+            for token_id in taken:
+                row.append(token_id)
             row.value = value
             rows.append(row)
         return self.sampler.sample(logits.expand(len(rows), -1), rows).read()

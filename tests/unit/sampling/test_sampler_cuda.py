@@ -14,6 +14,7 @@ from layline.errors import RunError
 from layline.layers.sampler import Sampler
 from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams
+from support.row_states import row_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +36,7 @@ MIXES = [
 def make_rows(order: list[int], trial: int) -> list[RowState]:
     numbers = random.Random(trial)
     return [
-        RowState(
+        row_state(
             SamplingParams(**MIXES[index]),
             seed=numbers.getrandbits(60),
             valid_vocab=VOCAB - 7,
@@ -114,7 +115,7 @@ def test_equal_logits_and_signed_zeros_are_ranked_by_id():
         (SamplingParams(top_k=5000), 5000),
         (SamplingParams(top_p=0.1), 2000),
     ):
-        rows = [RowState(params, seed=seed, valid_vocab=VOCAB) for seed in range(200)]
+        rows = [row_state(params, seed=seed, valid_vocab=VOCAB) for seed in range(200)]
         for source in (logits, logits.cuda()):
             tokens = Sampler().sample(source.expand(200, -1), rows).read()
             assert max(tokens) < allowed

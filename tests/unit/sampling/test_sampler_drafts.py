@@ -12,6 +12,7 @@ from layline.layers.sampler import Sampler
 from layline.layers.sampling_state import RowState
 from layline.layers.spans import SequenceSpan
 from layline.sampling import SamplingParams
+from support.row_states import row_state
 
 VOCAB = 40
 PARAMS = {
@@ -26,7 +27,7 @@ PROMPT = [7, 8, 8]
 
 
 def state(params: SamplingParams, output: list[int]) -> RowState:
-    return RowState(
+    return row_state(
         params,
         seed=params.seed or 0,
         valid_vocab=VOCAB,

@@ -16,8 +16,8 @@ import torch
 from transformers.generation import logits_process as reference
 
 from layline.layers.sampler import Sampler
-from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams
+from support.row_states import row_state
 
 VOCAB = 97
 PROMPT = [3, 14, 15, 92, 65, 35, 3, 3, 58]
@@ -148,7 +148,7 @@ def test_greedy_is_the_argmax_of_what_transformers_computes(sampler):
         names = ("repetition_penalty", "presence_penalty", "logit_bias")
         edits = dict(zip(names, values, strict=True))
         logits = random_logits(seed)
-        row = RowState(
+        row = row_state(
             SamplingParams(temperature=0, **edits),
             seed=0,
             valid_vocab=VOCAB,
@@ -165,7 +165,7 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(sampler, dtype):
     # Nothing that changes the choice changes what is reported.
     params = SamplingParams(temperature=0.4, top_k=2, presence_penalty=2, logprobs=20)
     rows = [
-        RowState(params, seed=i, valid_vocab=VOCAB, output_ids=OUTPUT, banned_ids=[7])
+        row_state(params, seed=i, valid_vocab=VOCAB, output_ids=OUTPUT, banned_ids=[7])
         for i in range(3)
     ]
     batch = sampler.sample(logits, rows)
@@ -186,8 +186,8 @@ def test_drawn_frequencies_follow_the_distribution():
     params = SamplingParams(temperature=0.8, top_p=0.95)
     expected = reference_probabilities_plain(logits, params)
     for rows in (
-        [RowState(params, seed=seed, valid_vocab=12) for seed in range(6000)],
-        [RowState(params, seed=3, valid_vocab=12, output_ids=[0] * step) for step in range(600)],
+        [row_state(params, seed=seed, valid_vocab=12) for seed in range(6000)],
+        [row_state(params, seed=3, valid_vocab=12, output_ids=[0] * step) for step in range(600)],
     ):
         tokens = Sampler().sample(logits.expand(len(rows), -1), rows).read()
         counts = np.bincount(tokens, minlength=12)

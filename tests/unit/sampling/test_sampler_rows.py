@@ -13,6 +13,7 @@ from layline.errors import RunError, SamplingError
 from layline.layers.sampler import Sampler
 from layline.layers.sampling_state import RowState
 from layline.sampling import SamplingParams
+from support.row_states import row_state
 
 VOCAB = 5000
 MIXES = [
@@ -34,7 +35,7 @@ MIXES = [
 
 def make_row(index: int, number: int = 0, vocab: int = VOCAB) -> RowState:
     numbers = random.Random(1000 * index + number)
-    return RowState(
+    return row_state(
         SamplingParams(**MIXES[index]),
         seed=numbers.getrandbits(60),
         valid_vocab=vocab,
@@ -82,7 +83,7 @@ def test_the_batched_path_may_split_a_batch(monkeypatch):
 def test_a_seed_repeats_a_text_and_an_interrupted_request_continues_it(sampler):
     def run(seed: int, row: RowState | None = None, start: int = 0) -> list[int]:
         params = SamplingParams(top_p=0.95, repetition_penalty=1.3, frequency_penalty=0.2)
-        row = row or RowState(params, seed=seed, valid_vocab=VOCAB, prompt_ids=[1, 2, 3])
+        row = row or row_state(params, seed=seed, valid_vocab=VOCAB, prompt_ids=[1, 2, 3])
         tokens = []
         for step in range(start, 12):
             tokens += sampler.sample(make_logits(1, step), [row]).read()
@@ -93,7 +94,9 @@ def test_a_seed_repeats_a_text_and_an_interrupted_request_continues_it(sampler):
     assert run(5) == text
     assert run(6) != text
     params = SamplingParams(top_p=0.95, repetition_penalty=1.3, frequency_penalty=0.2)
-    resumed = RowState(params, seed=5, valid_vocab=VOCAB, prompt_ids=[1, 2, 3], output_ids=text[:7])
+    resumed = row_state(
+        params, seed=5, valid_vocab=VOCAB, prompt_ids=[1, 2, 3], output_ids=text[:7]
+    )
     assert run(5, resumed, start=7) == text[7:]
 
 
@@ -104,11 +107,11 @@ def test_history_taken_token_by_token_equals_history_taken_at_once(sampler):
     params = SamplingParams(
         temperature=0, repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=0.3
     )
-    grown = RowState(params, seed=0, valid_vocab=VOCAB, prompt_ids=prompt)
+    grown = row_state(params, seed=0, valid_vocab=VOCAB, prompt_ids=prompt)
     for token_id in output:
         grown.advance()
         grown.observe(token_id)
-    at_once = RowState(params, seed=0, valid_vocab=VOCAB, prompt_ids=prompt, output_ids=output)
+    at_once = row_state(params, seed=0, valid_vocab=VOCAB, prompt_ids=prompt, output_ids=output)
     logits = make_logits(40, 1)
     for state in (grown, at_once):
         assert state.seen is not None
@@ -123,11 +126,11 @@ def test_history_taken_token_by_token_equals_history_taken_at_once(sampler):
 
 
 def test_a_penalty_refuses_to_run_ahead_of_the_ids_it_needs(sampler):
-    row = RowState(SamplingParams(presence_penalty=1.0), seed=0, valid_vocab=VOCAB)
+    row = row_state(SamplingParams(presence_penalty=1.0), seed=0, valid_vocab=VOCAB)
     row.advance()
     with pytest.raises(AssertionError, match="every earlier token"):
         sampler.sample(make_logits(1, 0), [row])
-    plain = RowState(SamplingParams(), seed=0, valid_vocab=VOCAB)
+    plain = row_state(SamplingParams(), seed=0, valid_vocab=VOCAB)
     first = sampler.sample(make_logits(1, 0), [plain]).read()
     plain.advance()
     assert sampler.sample(make_logits(1, 0), [plain]).read() != first
@@ -149,8 +152,8 @@ def test_a_row_with_nan_or_infinity_is_named(sampler, index, bad):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_with_every_id_impossible_is_named(sampler, temperature):
     logits = torch.zeros(2, 4)
-    free = RowState(SamplingParams(temperature=temperature), seed=0, valid_vocab=4)
-    banned = RowState(
+    free = row_state(SamplingParams(temperature=temperature), seed=0, valid_vocab=4)
+    banned = row_state(
         SamplingParams(temperature=temperature), seed=0, valid_vocab=4, banned_ids=range(4)
     )
     with pytest.raises(RunError, match="row 1 of 2"):
@@ -172,7 +175,7 @@ def test_rows_may_differ_in_vocabulary_and_columns_past_it_do_not_exist(sampler)
     logits = make_logits(3, 5)
     logits[:, 10:] += 100.0
     params = SamplingParams(temperature=0, logprobs=20)
-    rows = [RowState(params, seed=0, valid_vocab=vocab) for vocab in (10, 20, 10)]
+    rows = [row_state(params, seed=0, valid_vocab=vocab) for vocab in (10, 20, 10)]
     batch = sampler.sample(logits, rows)
     for i, vocab in enumerate((10, 20, 10)):
         expected = torch.log_softmax(logits[i, :vocab], dim=0)
@@ -184,7 +187,7 @@ def test_rows_may_differ_in_vocabulary_and_columns_past_it_do_not_exist(sampler)
 
 def test_equal_logits_are_ranked_by_id_everywhere(sampler):
     logits = torch.tensor([[0.0, -0.0, 1.0, 1.0, 0.0, -2.0, -1.0, -2.0]]).bfloat16()
-    greedy = RowState(SamplingParams(temperature=0, logprobs=8), seed=0, valid_vocab=8)
+    greedy = row_state(SamplingParams(temperature=0, logprobs=8), seed=0, valid_vocab=8)
     record = sampler.sample(logits, [greedy]).logprobs[0]
     assert record.token_id == 2
     assert [pair[0] for pair in record.top] == [2, 3, 0, 1, 4, 6, 5, 7]
@@ -192,7 +195,7 @@ def test_equal_logits_are_ranked_by_id_everywhere(sampler):
 
 def test_impossible_ids_are_left_out_of_the_top(sampler):
     logits = torch.tensor([[0.0, -math.inf, 1.0, -math.inf]])
-    row = RowState(SamplingParams(logprobs=4), seed=0, valid_vocab=4)
+    row = row_state(SamplingParams(logprobs=4), seed=0, valid_vocab=4)
     record = sampler.sample(logits, [row]).logprobs[0]
     assert [pair[0] for pair in record.top] == [2, 0]
 
@@ -230,10 +233,10 @@ def test_shapes_that_do_not_fit_are_refused(sampler):
 def test_ids_that_the_vocabulary_lacks_are_refused_when_the_request_names_them():
     for values in ({"logit_bias": {50: 1.0}}, {"stop_token_ids": [50]}):
         with pytest.raises(SamplingError, match=r"50 is not in the vocabulary; expected 0 to 49"):
-            RowState(SamplingParams(**values), seed=0, valid_vocab=50)
+            row_state(SamplingParams(**values), seed=0, valid_vocab=50)
     # What the checkpoint or a prompt names is not the user's mistake.
     params = SamplingParams(repetition_penalty=1.1)
-    row = RowState(
+    row = row_state(
         params, seed=0, valid_vocab=50, eos_ids=[50], prompt_ids=[49, 50, -1], output_ids=[70]
     )
     assert row.seen is not None
@@ -244,14 +247,14 @@ def test_extreme_values_stay_inside_float32(sampler):
     logits = torch.tensor([[3e38, -3e38, 0.0, -math.inf]])
     extremes = {"temperature": 1e-5, "logit_bias": {2: 100.0}}
     for values in (extremes, {**extremes, "top_p": 0.5}, {"temperature": 100, "min_p": 0.5}):
-        row = RowState(SamplingParams(**values), seed=1, valid_vocab=4)
+        row = row_state(SamplingParams(**values), seed=1, valid_vocab=4)
         assert sampler.sample(logits, [row]).read() == [0]
 
 
 def test_the_random_number_depends_on_seed_and_step_only():
     row = make_row(3)
     produced = row.num_produced
-    other = RowState(
+    other = row_state(
         dataclasses.replace(row.params, top_k=5),
         seed=row.seed,
         valid_vocab=VOCAB,
