@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layline.cli import session
-from layline.cli.options import ModelArgument, ModelOption, RunOptions, choice_option
-from layline.cli.output import note, write_json, write_line
-from layline.cli.values import BadValue
+from layline.cli.options import (
+    ModelArgument,
+    ModelOption,
+    RunOptions,
+    choice_option,
+    trace_option,
+)
+from layline.cli.output import note, write_json, write_line, write_timeline
 from layline.config import DEFAULT_MODEL, EngineConfig
-from layline.errors import RunError, UsageError, one_of
+from layline.errors import UsageError, one_of
 
 if TYPE_CHECKING:
     from layline.gates.canaries import Canary
@@ -22,16 +27,6 @@ if TYPE_CHECKING:
     from layline.pipeline.trace import Timeline
 
 CHOICES = ("eager", "batch", "prime", "verify", "graph", "all")
-
-
-def trace_path(value: str) -> str:
-    """The path of a timeline."""
-    if not value.lower().endswith(".json"):
-        raise BadValue(
-            f"--trace {value!r} does not end in .json; expected a file for a timeline; the nearest "
-            f"is {value + '.json'!r}"
-        )
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +44,7 @@ class GateOptions:
         ),
     ] = None
     trace: Annotated[
-        str | None,
-        typer.Option(
-            "--trace",
-            parser=trace_path,
-            metavar="FILE.json",
-            help="write a timeline of stages, transfers and waits, for Perfetto",
-            show_default="none",
-        ),
+        str | None, trace_option("write a timeline of stages, transfers and waits, for Perfetto")
     ] = None
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
 
@@ -135,7 +123,7 @@ def run_gate(engine: EngineConfig, options: GateOptions, canaries: list[Canary])
     data |= {"passed": passed, "configuration": opened.configuration}
     data["seconds"] = round(time.perf_counter() - begin, 3)
     if timeline is not None and options.trace is not None:
-        save(timeline, options.trace)
+        write_timeline(timeline, options.trace)
         data["trace"] = options.trace
     if options.json:
         write_json(data)
@@ -144,14 +132,6 @@ def run_gate(engine: EngineConfig, options: GateOptions, canaries: list[Canary])
         what = "every canary turned it red" if options.canary and passed else verdict
         write_line(f"gate: {what}, {data['seconds']:.1f} s")
     return 0 if passed else 1
-
-
-def save(timeline: Timeline, path: str) -> None:
-    """Write the timeline. Raises RunError where the file cannot be written."""
-    try:
-        timeline.write(path)
-    except OSError as error:
-        raise RunError(f"--trace {path!r} cannot be written: {error.strerror or error}") from None
 
 
 def run_loops(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layline.boundary.policy import POLICIES
-from layline.cli.values import choice, integer, number, number_list, size
+from layline.cli.values import choice, integer, number, number_list, size, trace_path
 from layline.config import (
     AUTO_SPLITS,
     CP_LAYOUTS,
@@ -60,6 +60,13 @@ def integer_option(
 def degree(flag: str, meaning: str, *, shown: str | bool = True) -> Any:
     """The option of a mesh degree."""
     return integer_option(flag, meaning, maximum=MAX_DEGREE, shown=shown)
+
+
+def trace_option(meaning: str) -> Any:
+    """The option of a timeline's file."""
+    return typer.Option(
+        "--trace", parser=trace_path, metavar="FILE.json", help=meaning, show_default="none"
+    )
 
 
 def choice_option(flag: str, choices: tuple[str, ...], meaning: str) -> Any:

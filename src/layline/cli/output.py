@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from layline.errors import RunError
+
+if TYPE_CHECKING:
+    from layline.pipeline.trace import Timeline
 
 
 class OutputClosedError(Exception):
@@ -78,3 +81,11 @@ def size_text(num_bytes: float) -> str:
     """``"731 MiB"`` or ``"2.1 GiB"``."""
     mib = num_bytes / (1 << 20)
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
+
+
+def write_timeline(timeline: Timeline, path: str) -> None:
+    """Write what ``--trace`` asked for. Raises RunError where the file cannot be written."""
+    try:
+        timeline.write(path)
+    except OSError as error:
+        raise RunError(f"--trace {path!r} cannot be written: {error.strerror or error}") from None

@@ -211,3 +211,13 @@ def choice_list(flag: str, choices: Sequence[str]) -> Callable[[str], tuple[str,
 def bounds(minimum: float, maximum: float | None) -> str:
     """``"of at least 1"`` or ``"from 1 to 8"``."""
     return f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+
+def trace_path(value: str) -> str:
+    """The path of a timeline."""
+    if not value.lower().endswith(".json"):
+        raise BadValue(
+            f"--trace {value!r} does not end in .json; expected a file for a timeline; the nearest "
+            f"is {value + '.json'!r}"
+        )
+    return value

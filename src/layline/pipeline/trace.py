@@ -25,15 +25,21 @@ class Timeline:
         self._begin = time.perf_counter()
         self._runs: list[str] = []
 
-    def run(self, name: str) -> TraceRecorder:
-        """A recorder for the streams of another run."""
+    def new_run(self, name: str) -> int:
+        """The number of another run."""
         with self._lock:
             self._runs.append(name)
-            return TraceRecorder(self, len(self._runs))
+            return len(self._runs)
 
-    def add(self, run: int, stream: str, label: str, begin: float) -> None:
-        """A span from ``begin``, a value of ``perf_counter``, until now."""
-        end = time.perf_counter()
+    def run(self, name: str) -> TraceRecorder:
+        """A recorder for the streams of another run."""
+        return TraceRecorder(self, self.new_run(name))
+
+    def add(
+        self, run: int, stream: str, label: str, begin: float, end: float | None = None
+    ) -> None:
+        """A span between two values of ``perf_counter``, of any process here; until now if open."""
+        end = time.perf_counter() if end is None else end
         span = {
             "name": label,
             "ph": "X",

@@ -55,12 +55,20 @@ def test_what_does_not_fit_the_context_is_refused() -> None:
 def test_a_run_over_two_processes(layline: Callable[..., Any], tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama", num_hidden_layers=4, max_position_embeddings=256)
     few = ("--batch", "2", "--new-tokens", "4", "--chunks", "3", "--chunk-tokens", "8")
-    done = layline("bench", "pipeline", str(tmp_path), *few, "--repeats", "1", "--json")
+    trace = tmp_path / "steps.json"
+    more = ("--repeats", "1", "--json", "--trace", str(trace))
+    done = layline("bench", "pipeline", str(tmp_path), *few, *more)
     assert done.status == 0, done.err
     data = json.loads(done.out)
     assert data["fence"] == [0, 2, 4]
     assert set(data["measures"]) == {"decode", "serial", "prime"}
     assert all(each["staged_s"] > 0 for each in data["measures"].values())
+    events = json.loads(trace.read_text())["traceEvents"]
+    streams = {each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert streams == {"stage 0", "stage 1"}
+    steps = [each for each in events if each["name"] == "step 3"]
+    assert len(steps) == 2
+    assert steps[0]["ts"] + steps[0]["dur"] <= steps[1]["ts"], "the second stage follows the first"
     refused = layline("bench", "pipeline", str(tmp_path), "--chunks", "64")
     assert (refused.status, refused.out) == (2, "")
     assert "expected fewer --chunks" in refused.err

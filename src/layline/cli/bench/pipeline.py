@@ -8,8 +8,14 @@ from typing import Annotated
 import typer
 
 from layline.cli.bench.latency import progress
-from layline.cli.options import ModelArgument, ModelOption, choice_option, integer_option
-from layline.cli.output import write_json, write_line
+from layline.cli.options import (
+    ModelArgument,
+    ModelOption,
+    choice_option,
+    integer_option,
+    trace_option,
+)
+from layline.cli.output import write_json, write_line, write_timeline
 from layline.cli.session import chosen_model
 from layline.config import DEFAULT_MODEL, DTYPES
 
@@ -39,6 +45,9 @@ class PipelineOptions:
     dtype: Annotated[str, choice_option("--dtype", DTYPES, "type of weights and arithmetic")] = (
         "auto"
     )
+    trace: Annotated[
+        str | None, trace_option("write a timeline of the stages' steps, for Perfetto")
+    ] = None
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
 
 
@@ -48,6 +57,7 @@ def pipeline(
     """Microbatches, single steps and chunks over stages on the CPU, beside one stage."""
     from layline.cli.bench.facts import facts_of
     from layline.cli.bench.pipeline_run import PipelineLoad, as_table, measure_pipeline
+    from layline.pipeline.trace import Timeline
 
     name = chosen_model(argument, model, DEFAULT_MODEL)
     load = PipelineLoad(
@@ -62,7 +72,10 @@ def pipeline(
         compute={"dtype": options.dtype},
     )
     load.check(facts_of(name).context)
-    data = measure_pipeline(load, progress)
+    timeline = None if options.trace is None else Timeline()
+    data = measure_pipeline(load, progress, timeline)
+    if timeline is not None and options.trace is not None:
+        write_timeline(timeline, options.trace)
     if options.json:
         write_json(data)
     else:

@@ -6,7 +6,7 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -19,7 +19,9 @@ from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel
 from layline.engine.launch import launch
 from layline.engine.request import Request
+from layline.engine.step_times import StageUse, StepTimes
 from layline.errors import UsageError
+from layline.pipeline.trace import Timeline
 from layline.sampling import SamplingParams
 
 PROMPT_TOKENS = 16
@@ -71,13 +73,38 @@ class Samples:
         return statistics.median(self.alone[measure]) / statistics.median(self.staged[measure])
 
 
+class DrawnUse(StageUse):
+    """Draws each stage's part of every step on a timeline."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__()
+        self._timeline = timeline
+        self._run = timeline.new_run("stages in processes")
+        self._steps = 0
+
+    def done(
+        self, spans: Iterable[tuple[int, float, float]], waits: Iterable[tuple[int, float]]
+    ) -> None:
+        """See StageUse."""
+        found = list(spans)
+        super().done(found, waits)
+        for stage, begin, end in found:
+            self._timeline.add(self._run, f"stage {stage}", f"step {self._steps}", begin, end)
+        self._steps += 1
+
+
 class Arm:
     """One executor, and a new engine for each measurement."""
 
-    def __init__(self, load: PipelineLoad, config: EngineConfig) -> None:
+    def __init__(
+        self, load: PipelineLoad, config: EngineConfig, timeline: Timeline | None = None
+    ) -> None:
         self._load = load
         self._config = config
-        self.model, self.executor = launch(config)
+        times = StepTimes()
+        if timeline is not None:
+            times.use = DrawnUse(timeline)
+        self.model, self.executor = launch(config, times)
         self._draw = random.Random(0)
 
     def decode(self, batch: int) -> float:
@@ -144,8 +171,10 @@ def _stop(engine: Engine, requests: list[Request]) -> None:
         engine.step()
 
 
-def measure_pipeline(load: PipelineLoad, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all in turn, after a first round that is thrown away."""
+def measure_pipeline(
+    load: PipelineLoad, progress: Callable[[str], None], timeline: Timeline | None = None
+) -> dict[str, Any]:
+    """Measure all in turn, after a first round that is thrown away; ``timeline`` gets all steps."""
     common = {
         "model": load.model,
         "max_model_len": load.context,
@@ -164,7 +193,7 @@ def measure_pipeline(load: PipelineLoad, progress: Callable[[str], None]) -> dic
     )
     samples = Samples()
     with ExitStack() as stack:
-        one, several = Arm(load, alone), Arm(load, staged)
+        one, several = Arm(load, alone), Arm(load, staged, timeline)
         stack.callback(one.executor.close)
         stack.callback(several.executor.close)
         for repeat in range(load.repeats + 1):
