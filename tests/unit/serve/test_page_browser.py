@@ -149,7 +149,7 @@ def test_an_error_is_told_and_the_message_kept(driver: Any, url: str) -> None:
 
 
 def hostile_model(path: Path) -> LLM:
-    """A model that writes nothing but hostile text."""
+    """A model that writes nothing but hostile text, as much as its context has room for."""
     save_talker(path)
     file = path / "tokenizer.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
@@ -159,7 +159,10 @@ def hostile_model(path: Path) -> LLM:
         for word, index in words.items()
     }
     file.write_text(json.dumps(settings), encoding="utf-8")
-    return LLM(str(path), threads=1, max_model_len=128)
+    llm = LLM(str(path), threads=1, max_model_len=128)
+    # The page samples, so that an end of the answer could be drawn after a few words.
+    llm.tokenizer.eos_ids = frozenset()
+    return llm
 
 
 @pytest.fixture(scope="module")
