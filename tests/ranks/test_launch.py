@@ -19,12 +19,12 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from layline import LLM, SamplingParams
 from layline.errors import RunError, SamplingError, UsageError
 from support.model import smollm2_path
-from support.tiny import save_tiny, tiny_model, tiny_tokenizer
+from support.serving import save_talker
+from support.tiny import save_tiny
 
 PROMPT = "The capital of France is"
 TOKENS = 6
@@ -128,11 +128,7 @@ def test_torchrun_with_another_number_is_refused() -> None:
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that goes on for thousands of tokens: its end-of-sequence id never wins."""
     path = tmp_path_factory.mktemp("talker")
-    model = tiny_model("Llama", max_position_embeddings=1 << 16)
-    with torch.no_grad():
-        model.lm_head.weight[2] = 0.0
-    model.save_pretrained(path)
-    tiny_tokenizer(path)
+    save_talker(path, context=1 << 16)
     return path
 
 

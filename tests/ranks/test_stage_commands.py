@@ -14,10 +14,9 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
-import torch
 
-from support.serving import serving, wait_for
-from support.tiny import save_tiny, tiny_model, tiny_tokenizer
+from support.serving import save_talker, serving, wait_for
+from support.tiny import save_tiny
 
 STAGES = ("--pp-stages", "2", "--pp-processes", "2")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -34,11 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that goes on for thousands of tokens."""
     path = tmp_path_factory.mktemp("talker")
-    model = tiny_model("Llama", max_position_embeddings=1 << 16)
-    with torch.no_grad():
-        model.lm_head.weight[2] = 0.0
-    model.save_pretrained(path)
-    tiny_tokenizer(path)
+    save_talker(path, context=1 << 16)
     return path
 
 

@@ -11,6 +11,8 @@ from layline import LLM
 from layline.engine.balance import SampleRow
 from layline.engine.executor import Launched
 from layline.engine.local import LocalExecutor
+from layline.engine.outcome import FailedRow
+from layline.engine.reading import Reading
 from layline.engine.step import MeshStep
 
 
@@ -21,7 +23,7 @@ class SampledLogits:
         executor = llm._engine._executor
         assert isinstance(executor, LocalExecutor)
         self._launch = executor.launch
-        self._run = executor._runner.run
+        self._run = executor._runner.run_reading
         self.clock = executor._runner.clock
         self._asked: list[SampleRow] = []
         self.rows: dict[tuple[int, int], torch.Tensor] = {}
@@ -37,11 +39,13 @@ class SampledLogits:
         self.steps.append(step)
         return self._launch(step, rows, before)
 
-    def run(self, step: MeshStep, sampled: torch.Tensor | None = None) -> torch.Tensor:
-        logits = self._run(step, sampled)
+    def run_reading(
+        self, step: MeshStep, sampled: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, list[Reading | FailedRow]]:
+        logits, readings = self._run(step, sampled)
         for asked, row in zip(self._asked, logits, strict=True):
             self.rows[asked.request_id, asked.index] = row.float().clone()
-        return logits
+        return logits, readings
 
     def of(self, request_id: int) -> torch.Tensor:
         """Logits [tokens, vocabulary] of one request."""

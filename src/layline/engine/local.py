@@ -74,10 +74,7 @@ class LocalExecutor:
         clock.start()
         fed = before.drawn if isinstance(before, _LocalStep) else None
         ids = None if fed is None else fed.token_ids
-        if part.reads:
-            logits, readings = runner.run_reading(step, ids)
-        else:
-            logits, readings = runner.run(step, ids), []
+        logits, readings = runner.run_reading(step, ids)
         clock.lap("execute")
         states = self._rows.at(part, rows[0], None if fed is None else fed.read_ids)
         drawn = draw_rows(self._sampler, logits, states)

@@ -15,8 +15,8 @@ from layline.engine.runner import Runner
 from layline.engine.scheduler import BLOCK_SIZE
 from layline.engine.speculation.draft_facts import open_draft, resolve_draft
 from layline.errors import UsageError
-from layline.kernels.native.attend import CACHE_DTYPES, LANES
-from layline.kernels.native.library import native_kernels
+from layline.kernels.native.attend import CACHE_DTYPES
+from layline.kernels.native.library import LANES, native_kernels
 from layline.layers.attention import AttentionBackend, TorchAttention
 from layline.layers.decode_attention import DecodeAttention, NativeDecode, PaddedDecode
 from layline.layers.invariant_attention import InvariantAttention

@@ -68,10 +68,7 @@ class WholeModel:
         before = self._drawn.get(message.before)
         fed = None if before is None else before.token_ids
         with torch.inference_mode():
-            if part.reads:
-                logits, readings = runner.run_reading(step, fed)
-            else:
-                logits, readings = runner.run(step, fed), []
+            logits, readings = runner.run_reading(step, fed)
             clock.lap("execute")
             if not self._leads:
                 return None

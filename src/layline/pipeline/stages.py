@@ -56,11 +56,6 @@ class StageHome:
         """Where it runs."""
         return self.stream.device
 
-    @property
-    def reads_remote_weights(self) -> bool:
-        """True when its weights are on another device."""
-        return self.weights.device != self.device
-
 
 def stage_home(
     index: int,

@@ -75,14 +75,14 @@ def test_hundreds_of_requests_with_cancels_and_failed_steps(
     engine = llm._engine
     draw = random.Random(4)
     executor: Any = engine._executor
-    run = executor._runner.run
+    run = executor._runner.run_reading
 
     def failing(*step: Any) -> Any:
         if draw.random() < 0.05:
             raise RunError("planted")
         return run(*step)
 
-    monkeypatch.setattr(executor._runner, "run", failing)
+    monkeypatch.setattr(executor._runner, "run_reading", failing)
     made: list[Request] = []
     live: list[Request] = []
     failures = 0

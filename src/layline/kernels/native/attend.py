@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from layline.kernels.native.library import NativeLibrary
+from layline.kernels.native.library import LANES, NativeLibrary
 
-LANES = 16
-"""The head size is a multiple of it."""
 CACHE_DTYPES = (torch.float32, torch.bfloat16)
 
 

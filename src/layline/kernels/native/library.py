@@ -31,6 +31,8 @@ class Matrix(ctypes.Structure):
     )
 
 
+LANES = 16
+"""Values that the row functions and attention compute at once: a row has a multiple of them."""
 _TYPES = {
     "p": ctypes.c_void_p,
     "n": ctypes.c_int64,

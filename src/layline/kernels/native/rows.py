@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 
 from layline.kernels import rope, silu_mul
-from layline.kernels.native.library import NativeLibrary
-
-LANES = 16
-"""Values that the C functions compute at once: a row has a multiple of them."""
+from layline.kernels.native.library import LANES, NativeLibrary
 
 
 class RowKernels:
