@@ -46,6 +46,12 @@ class Recorder:
 
         scheduler.next_step = next_step  # type: ignore[method-assign]
 
+    def run_reading(
+        self, step: MeshStep, before: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """As Runner.run_reading, of steps that read nothing."""
+        return self.run(step, before), []
+
     def run(self, step: MeshStep, before: torch.Tensor | None = None) -> torch.Tensor:
         hidden = self._runner.hidden_states(step, before)
         scores = self._runner.model.logits(hidden)
