@@ -342,6 +342,20 @@ def usable_cores() -> int:
         return os.cpu_count() or 1
 
 
+def cores_of_rank(rank: int, local_ranks: int, threads: int) -> list[int]:
+    """The cores of a rank whose threads take its whole share of those this process may run on.
+
+    None of them where ranks have fewer threads or more: others may be meant to use the rest, and
+    the system divides them better.
+    """
+    try:
+        cores = sorted(os.sched_getaffinity(0))
+    except AttributeError:
+        return []
+    share = len(cores) // local_ranks
+    return cores[rank * share : (rank + 1) * share] if share == threads else []
+
+
 def _require_positive(name: str, value: int | None, most: int | None = None) -> None:
     if value is None:
         return

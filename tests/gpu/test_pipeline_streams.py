@@ -21,10 +21,10 @@ from layline.pipeline.cuda_driver import CudaRuntime
 from layline.pipeline.device import StageDevice
 from layline.pipeline.faults import Fault, Faults
 from layline.pipeline.payload import Payload, layout_of, room_for
-from layline.pipeline.process_link import LinkReceiver, LinkSender
+from layline.pipeline.process_link import LinkEnds, LinkReceiver, LinkSender
 from layline.pipeline.readback import PendingLogits
 from layline.pipeline.streams import Stream, Streams, make_streams
-from layline.pipeline.torch_wire import LinkEnds, TorchWire
+from layline.pipeline.torch_wire import TorchWire
 from layline.pipeline.transport import Boundary, CutOptions
 from layline.topology import Topology
 from support.cut_chain import TIMEOUT_S, WIDTH, Chain, Stage, reference, same_bits, steps

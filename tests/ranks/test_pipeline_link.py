@@ -12,9 +12,9 @@ from torch import Tensor, distributed
 
 from layline.errors import TransferError
 from layline.pipeline.payload import layout_of, room_for
-from layline.pipeline.process_link import LinkReceiver, LinkSender
+from layline.pipeline.process_link import LinkEnds, LinkReceiver, LinkSender
 from layline.pipeline.streams import make_streams
-from layline.pipeline.torch_wire import LinkEnds, TorchWire
+from layline.pipeline.torch_wire import TorchWire
 from layline.pipeline.transport import CutOptions
 from layline.topology import Topology
 from support.cut_chain import TIMEOUT_S, WIDTH, Stage, reference, same_bits, steps

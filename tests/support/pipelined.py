@@ -42,7 +42,8 @@ class InFlight(ForwardingExecutor):
     """Counts the steps that were launched and not collected yet, and keeps all that were.
 
     ``rows`` are the requests whose tokens a step draws, ``shared`` those of them that another step
-    in flight drew for.
+    in flight drew for, unless that was the oldest: ``fed`` counts their tokens, which the plan
+    does not know.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -51,6 +52,7 @@ class InFlight(ForwardingExecutor):
         self.rows: list[list[int]] = []
         self.shared: set[int] = set()
         self.most = 0
+        self.fed = 0
         # By the identity of what was launched.
         self._open: dict[int, set[int]] = {}
 
@@ -62,7 +64,8 @@ class InFlight(ForwardingExecutor):
         asked = [row.request_id for row in rows[0]]
         self.steps.append(step)
         self.rows.append(asked)
-        for others in self._open.values():
+        self.fed += step.parts[0].num_fed
+        for others in list(self._open.values())[1:]:
             self.shared |= others.intersection(asked)
         self._open[id(launched)] = set(asked)
         self.most = max(self.most, len(self._open))

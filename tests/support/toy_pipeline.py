@@ -62,6 +62,9 @@ class ToyStage:
     def room(self, step: ToyStep) -> int:
         return 0 if self.is_last else room_for((len(step.ids), HIDDEN), torch.float64)
 
+    def prepare(self, step: ToyStep) -> None:
+        pass
+
     def run(self, step: ToyStep, entering: Payload | None) -> Payload | Tensor:
         self.at_start(step)
         if entering is None:

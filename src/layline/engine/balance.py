@@ -227,20 +227,22 @@ class MeshScheduler:
         # Where phases take turns.
         self._prefer = Phase.DECODE if self._prefer is Phase.PREFILL else Phase.PREFILL
         for scheduler, part in zip(self.parts, plan.parts, strict=True):
-            if part is not None:
-                scheduler.begin(part)
+            scheduler.begin(part)
 
     def complete(self, plan: MeshPlan) -> None:
         """See Scheduler.complete."""
         for scheduler, part in zip(self.parts, plan.parts, strict=True):
-            if part is not None:
-                scheduler.complete(part)
+            scheduler.complete(part)
 
     def cancel(self, plan: MeshPlan) -> None:
         """See Scheduler.cancel."""
         for scheduler, part in zip(self.parts, plan.parts, strict=True):
-            if part is not None:
-                scheduler.cancel(part)
+            scheduler.cancel(part)
+
+    def forget(self) -> None:
+        """See Scheduler.forget."""
+        for scheduler in self.parts:
+            scheduler.forget()
 
 
 def _sample_row(entry: StepEntry) -> SampleRow:

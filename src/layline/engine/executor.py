@@ -97,8 +97,9 @@ class Executor(Protocol):
     ) -> Launched:
         """Have a step run after those that are under way; waits for none of it where it need not.
 
-        ``before`` is the step whose tokens the plan does not know yet. A step may be given again:
-        as long as its rows' indices are the same, so are its tokens. Raises RunError as collect.
+        ``before`` is the oldest step under way, whose tokens the plan may not know. A step may be
+        given again: as long as its rows' indices are the same, so are its tokens. Raises RunError
+        as collect.
         """
 
     def collect(self, launched: Launched, /) -> StepResult:
@@ -171,33 +172,49 @@ class ForwardingExecutor:
         self._executor.close(status)
 
 
-class SamplingRows:
-    """The requests of one DP rank as its sampler sees them."""
+ReadBefore = Callable[[], Sequence[int]]
+"""The tokens of the step that this one is fed from, below zero for a row that had none."""
 
-    def __init__(self) -> None:
-        self._states: dict[int, RowState | FailedRow] = {}
-        # By request and place in its output: ids that were fed and are not in its state yet.
-        self._fed: dict[int, dict[int, int]] = {}
 
-    def admit(self, request_id: int, spec: RowSpec) -> None:
-        """Add a request. Raises SamplingError."""
-        self._states[request_id] = spec.state()
-        self._fed[request_id] = {}
+@dataclass(slots=True)
+class SampledRequest:
+    """A request as its sampler sees it.
 
-    def release(self, request_id: int) -> None:
-        """Drop a request, if it is there."""
-        self._states.pop(request_id, None)
-        self._fed.pop(request_id, None)
+    ``fed`` has, by place in its output, ids that were fed and are not in its state yet.
+    """
+
+    state: RowState | FailedRow
+    fed: dict[int, int]
 
     def at(
-        self,
-        part: RankStep,
-        rows: Sequence[SampleRow],
-        read_before: Callable[[], Sequence[int]] | None = None,
-    ) -> list[RowState | FailedRow]:
-        """The states for this step's draws; one that cannot take its latest token has failed.
+        self, row: SampleRow, latest: int, read_before: ReadBefore | None
+    ) -> RowState | FailedRow:
+        """The state for the draw of ``row``, which is fed ``latest``."""
+        state = self.state
+        if isinstance(state, FailedRow):
+            return state
+        try:
+            waits = latest < 0 and state.needs_history
+            token_id = _read(read_before, latest) if waits else latest
+            return _fed(state, self.fed, row, token_id)
+        except RunError:
+            raise
+        except Exception as error:
+            self.state = FailedRow.of(error)
+            return self.state
 
-        ``read_before`` gives the tokens of the step before, below zero for a row that had none.
+
+@dataclass(frozen=True, slots=True)
+class TakenRows:
+    """A step's sampled rows, to be drawn by whoever draws, in the order of steps.
+
+    Their requests may be released meanwhile.
+    """
+
+    rows: Sequence[tuple[SampledRequest, SampleRow, int]]
+
+    def states(self, read_before: ReadBefore | None = None) -> list[RowState | FailedRow]:
+        """The states for the draws; one that cannot take its latest token has failed.
 
         A request's latest token is the one that its sampled row is fed, so a state follows the
         plan and not the draws: a step that is run a second time draws the same. Where the plan does
@@ -205,21 +222,37 @@ class SamplingRows:
         it that came more than one at a time were fed as drafts, to this row's model or to its draft
         model; a row of a draft is drawn as if that draft and those before it were tokens.
         """
-        states: list[RowState | FailedRow] = []
-        for row, latest in zip(rows, _sampled_inputs(part), strict=True):
-            state = self._states[row.request_id]
-            if isinstance(state, RowState):
-                try:
-                    fed = self._fed[row.request_id]
-                    waits = latest < 0 and state.needs_history
-                    token_id = _read(read_before, latest) if waits else latest
-                    state = _fed(state, fed, row, token_id)
-                except RunError:
-                    raise
-                except Exception as error:
-                    state = self._states[row.request_id] = FailedRow.of(error)
-            states.append(state)
-        return states
+        return [request.at(row, latest, read_before) for request, row, latest in self.rows]
+
+
+class SamplingRows:
+    """The requests of one DP rank as its sampler sees them."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, SampledRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def admit(self, request_id: int, spec: RowSpec) -> None:
+        """Add a request. Raises SamplingError."""
+        self._requests[request_id] = SampledRequest(spec.state(), {})
+
+    def release(self, request_id: int) -> None:
+        """Drop a request, if it is there."""
+        self._requests.pop(request_id, None)
+
+    def take(self, part: RankStep, rows: Sequence[SampleRow]) -> TakenRows:
+        """The step's sampled rows, for a draw later."""
+        inputs = _sampled_inputs(part)
+        pairs = zip(rows, inputs, strict=True)
+        return TakenRows([(self._requests[row.request_id], row, fed) for row, fed in pairs])
+
+    def at(
+        self, part: RankStep, rows: Sequence[SampleRow], read_before: ReadBefore | None = None
+    ) -> list[RowState | FailedRow]:
+        """The states for this step's draws, now; see TakenRows."""
+        return self.take(part, rows).states(read_before)
 
 
 def _fed(state: RowState, fed: dict[int, int], row: SampleRow, latest: int) -> RowState:
@@ -236,7 +269,7 @@ def _fed(state: RowState, fed: dict[int, int], row: SampleRow, latest: int) -> R
     return state.ahead([fed[place] for place in range(known, row.index)]) if row.ahead else state
 
 
-def _read(read_before: Callable[[], Sequence[int]] | None, fed: int) -> int:
+def _read(read_before: ReadBefore | None, fed: int) -> int:
     assert read_before is not None, "the plan refers to a step that is not there"
     token_id = read_before()[sampled_row(fed)]
     if token_id < 0:

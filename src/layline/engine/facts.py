@@ -82,13 +82,14 @@ class ServedModel:
     def in_flight(self, engine: EngineConfig) -> int:
         """Steps that are under way at a time.
 
-        Two on one stage: a third would only make requests wait longer for their first step. On
-        several as many as there are, even where one stage would not gain by it.
+        One more than stages, so that the next is planned while they run: a further one would only
+        make requests wait longer for their first step. On several even where one stage would not
+        gain by it.
         """
         if self.num_stages == 1:
             return 2 if engine.overlaps else 1
         alone = engine.overlap is False or engine.speculative != "off"
-        return 1 if alone else self.num_stages
+        return 1 if alone else self.num_stages + 1
 
     def divide(self, engine: EngineConfig) -> Divide | None:
         """How prompts are divided into chunks that follow each other through the stages.
@@ -108,7 +109,7 @@ class ServedModel:
 
     def microbatches(self, engine: EngineConfig) -> int:
         """Steps over which those that decode are spread: with one under way at a time it is one."""
-        return 1 if self.num_stages == 1 else self.in_flight(engine)
+        return 1 if self.in_flight(engine) == 1 else self.num_stages
 
     @property
     def valid_vocab(self) -> int:

@@ -20,6 +20,7 @@ from layline.config import (
     AUTO_SPLITS,
     LOOPBACK,
     EngineConfig,
+    cores_of_rank,
     door_environment,
     threads_of_rank,
 )
@@ -77,7 +78,8 @@ def launch(engine: EngineConfig, times: StepTimes | None = None) -> tuple[Served
     if joined is not None:
         executor = elastic.lead(engine, joined, times, pipeline)
     else:
-        executor = spawn(engine, times, pipeline)
+        binds = pipeline is not None and engine.device == "cpu" and doors.bind
+        executor = spawn(engine, times, pipeline, binds=binds)
     return model, executor if fence is None else StagedRanks(executor, doors)
 
 
@@ -126,9 +128,16 @@ def refuse_beside_stages(engine: EngineConfig, num_stages: int, doors: Doors) ->
 
 
 def spawn(
-    engine: EngineConfig, times: StepTimes | None = None, pipeline: Pipeline | None = None
+    engine: EngineConfig,
+    times: StepTimes | None = None,
+    pipeline: Pipeline | None = None,
+    *,
+    binds: bool = False,
 ) -> RemoteExecutor:
-    """Start a worker for every rank on this machine and load the model in them."""
+    """Start a worker for every rank on this machine and load the model in them.
+
+    ``binds`` has each keep to its share of the cores, if its threads take all of that.
+    """
     from layline.engine.ranks import RankLink, rank_title
     from layline.engine.supervisor import Supervisor
     from layline.engine.wire import Start
@@ -164,6 +173,7 @@ def spawn(
                 device=rank,
                 local_ranks=ranks,
                 pipeline=pipeline,
+                cores=cores_of_rank(rank, ranks, threads) if binds else [],
             )
             for rank in range(ranks)
         ]

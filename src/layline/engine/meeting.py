@@ -50,12 +50,15 @@ class Neighbour:
 class StageGroups:
     """A rank's ends: the groups of each pipeline stage of its run, and its two neighbours.
 
-    A stage runs collectives in a thread of its own, so it has groups of its own.
+    A stage runs collectives in a thread of its own, so it has groups of its own. ``ids`` is the
+    rank of the last process that draws for one of the first, or the other way round; None for a
+    rank that does neither, and where one process is both.
     """
 
     of_stages: list[Groups]
     before: Neighbour | None
     after: Neighbour | None
+    ids: Neighbour | None = None
 
 
 def join_stages(
@@ -88,10 +91,20 @@ def join_stages(
     here, tp, size = topology.rank, topology.tp, topology.world_size
     pairs = [(rank, rank + tp) for rank in range(size - tp)]
     links = make_pairs(pairs, host=host, timeout_s=PATIENCE_S)
+    # Of each attention DP rank the first draws, and is given what was drawn.
+    drawing = range(0, tp if size > tp else 0, topology.attn_cp * topology.attn_tp)
+    ways = [(size - tp + rank, rank) for rank in drawing]
+    backs = make_pairs(ways, host=host, timeout_s=PATIENCE_S)
+    peers = {
+        rank: (other, group)
+        for pair, group in zip(ways, backs, strict=True)
+        for rank, other in (pair, pair[::-1])
+    }
     return StageGroups(
         of_stages,
         before=Neighbour(here - tp, links[here - tp]) if here >= tp else None,
         after=Neighbour(here + tp, links[here]) if here < size - tp else None,
+        ids=Neighbour(*peers[here]) if here in peers else None,
     )
 
 

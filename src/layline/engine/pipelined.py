@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+
+import torch
 
 from layline.comm.groups import CollectiveRecord
 from layline.engine.balance import SampleRow
 from layline.engine.executor import Crossed, Launched, MemoryUse, RowSpec, SamplingRows
 from layline.engine.model import LoadedModel
 from layline.engine.outcome import StepResult
-from layline.engine.stage_program import DrawnStep, StagedStep, draw_step, waits_of
+from layline.engine.stage_program import (
+    SAMPLED,
+    Drawing,
+    DrawnStep,
+    StagedStep,
+    sampled_ids,
+    waits_of,
+)
 from layline.engine.step import MeshStep
 from layline.engine.step_times import StepTimes
 from layline.errors import LaylineError, RunError
 from layline.layers.sampler import Sampler
+from layline.pipeline.cells import Cell
 from layline.pipeline.loops import Loops
+from layline.pipeline.payload import Payload
 from layline.pipeline.readback import PendingResult
 from layline.pipeline.runtime import WAIT_S
-from layline.pipeline.streams import Streams
+from layline.pipeline.streams import Stream, Streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +45,21 @@ class _StagedFlight(Launched):
         return [found for _, found in sorted(self.staged.crossed.items())]
 
 
+def _brought_to(stream: Stream, found: DrawnStep) -> Payload:
+    """The ids that the last stage drew, on the device of ``stream``; the host does not see them."""
+    ids = sampled_ids(found)[SAMPLED]
+    stream.adopt(ids)
+    if ids.device.type == "cuda":
+        ids = ids.to(torch.device("cuda", stream.device.ordinal), non_blocking=True)
+    return {SAMPLED: ids}
+
+
 class PipelinedExecutor:
     """The whole model in this process, its stages on streams of their own.
 
-    Steps in flight have no request in common, or are chunks of one prompt: each stage takes them in
-    order. The last stage draws. An error in a stage ends the run: the steps behind it are lost.
+    Steps in flight have no request in common, are chunks of one prompt, or go on from the tokens of
+    the oldest: each stage takes them in order. The last stage draws, and the first takes the ids
+    from there. An error in a stage ends the run: the steps behind it are lost.
     """
 
     def __init__(
@@ -69,17 +90,23 @@ class PipelinedExecutor:
     def launch(
         self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], before: Launched | None, /
     ) -> Launched:
-        """See Executor. The plan knows every token, so no step waits for the one before."""
+        """See Executor."""
         self._check()
         self._times.use.launched(alone=before is None)
         (part,) = step.parts
-        assert min(part.token_ids, default=0) >= 0, "a step is fed a token that nobody knows yet"
-        finish = partial(draw_step, self._sampler, step, self._rows.at(part, rows[0]))
-        staged = StagedStep(step, finish)
+        fed: PendingResult | None = None
+        entering: Callable[[], Cell[Payload]] | None = None
+        if part.num_fed:
+            assert isinstance(before, _StagedFlight), "a step goes on from one that is not there"
+            fed = before.pending
+            first = self.loops.runtime.stages[0].stream
+            entering = partial(fed.on, first, partial(_brought_to, first), SAMPLED)
+        drawing = Drawing(self._sampler, step, self._rows.take(part, rows[0]), fed)
+        staged = StagedStep(step, drawing)
         verifies = any(row.ahead for row in rows[0])
         loop = self.loops.verify if verifies else self.loops.microbatch
         try:
-            return _StagedFlight(staged, loop(staged))
+            return _StagedFlight(staged, loop(staged, entering))
         except RunError as error:
             # A cut that grows waits for a stage, which may have failed meanwhile.
             self._failure = error

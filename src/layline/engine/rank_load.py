@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +21,13 @@ from layline.engine.rank import Rank, RankModel
 from layline.engine.rank_stages import StagedModel
 from layline.engine.rank_whole import WholeModel
 from layline.engine.wire import Pipeline, Start
+from layline.pipeline.doors import Doors, PipelineFlags
 from layline.pipeline.placement import Placement
 from layline.topology import Topology
 from layline.weights.checkpoint import Checkpoint
 from layline.weights.opening import open_checkpoint
+
+LOG = logging.getLogger("layline.engine")
 
 
 def load_rank(start: Start, store: Any = None) -> Rank:
@@ -81,7 +86,9 @@ def _load_stages(
     )
     of_stages = ends.of_stages[: len(plan.stages)]
     meshes = [_mesh(plan.facts.spec, groups, recorder) for groups in of_stages]
-    return StagedModel(plan, load_stages(plan, checkpoint, meshes), ends)
+    doors = Doors(os.environ, PipelineFlags(), LOG.warning)
+    stages = load_stages(plan, checkpoint, meshes)
+    return StagedModel(plan, stages, ends, shares=doors.shared_memory)
 
 
 def _stage_plan(start: Start, pipeline: Pipeline, facts: ModelFacts) -> StagePlan:
@@ -94,6 +101,7 @@ def _stage_plan(start: Start, pipeline: Pipeline, facts: ModelFacts) -> StagePla
         Placement(tuple(pipeline.devices), tuple(pipeline.processes)),
         process=topology.coordinates.pp,
         num_threads=start.threads,
+        cores=tuple(start.cores),
         local_ranks=start.local_ranks,
     )
 

@@ -51,7 +51,7 @@ class Request:
     ``hidden_sum``; ``num_read`` tokens have been computed at some time, so that they are read once.
     ``error`` says why a request with the reason ERROR ended.
     ``num_pending`` counts tokens that steps under way sample, the latest of them from the sampled
-    row ``pending_row``.
+    row ``pending_row`` of the step that its scheduler began as number ``pending_step``.
     """
 
     request_id: int
@@ -74,6 +74,7 @@ class Request:
     num_read: int = 0
     num_pending: int = 0
     pending_row: int = 0
+    pending_step: int = 0
     num_cached: int = 0
     num_preempted: int = 0
     drafts: tuple[int, ...] = ()

@@ -95,17 +95,23 @@ class Runner:
         step: MeshStep,
         entering: Mapping[str, torch.Tensor] | None,
         sampled: torch.Tensor | None = None,
+        batch: ForwardBatch | None = None,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """This pipeline stage's part of a step, as Decoder.run_stage gives it.
 
         ``entering`` is what the stage before returned; the first stage has None, and ``sampled`` as
-        :meth:`run`.
+        :meth:`run`. ``batch`` is the step's, where it has been prepared.
         """
-        part = self._part(step)
-        batch = self._batch(step, part)
-        ids = self.feed(part.token_ids, sampled) if entering is None else entering
+        if batch is None:
+            batch = self.prepare(step)
+        ids: torch.Tensor | Mapping[str, torch.Tensor]
+        ids = self.feed(self._part(step).token_ids, sampled) if entering is None else entering
         self.clock.lap("prepare")
         return self.model.run_stage(ids, batch)
+
+    def prepare(self, step: MeshStep) -> ForwardBatch:
+        """All that layers need to know of a step beside what enters them."""
+        return self._batch(step, self._part(step))
 
     def feed(self, token_ids: Sequence[int], sampled: torch.Tensor | None) -> torch.Tensor:
         """Ids [tokens] for the embedding; see InputIds."""

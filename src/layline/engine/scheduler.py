@@ -65,6 +65,7 @@ class Scheduler:
         self._tickets: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
         self._nothing_fits = False
+        self._begun = self._ended = 0
         self._lookups = self._hits = self._preemptions = 0
         self.drafts = DraftLedger(pool, block_size)
 
@@ -171,11 +172,15 @@ class Scheduler:
         prompts = self._prefill(self._budget(prompt_tokens))
         return joined_plan(([], []), prompts) or self._late_decode()
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan | None) -> None:
         """Record that the step is under way, so that the next one can be planned.
 
-        Its prompts count as cached from here on: only later steps can read them.
+        Its prompts count as cached from here on: only later steps can read them. None is a step in
+        which nothing runs here.
         """
+        self._begun += 1
+        if plan is None:
+            return
         row = 0
         for entry in plan.entries:
             if entry.ahead:
@@ -186,7 +191,7 @@ class Scheduler:
             request.num_read = max(request.num_read, entry.span.length)
             if entry.samples:
                 request.num_pending += 1
-                request.pending_row = row
+                request.pending_row, request.pending_step = row, self._begun
                 row += 1
         prompts = plan.entries[plan.num_decode :]
         for entry in prompts:
@@ -194,8 +199,11 @@ class Scheduler:
         if prompts:
             self._nothing_fits = False  # A waiting request may share what is computed.
 
-    def complete(self, plan: StepPlan) -> None:
-        """Record that the step is done; its requests are given its tokens next."""
+    def complete(self, plan: StepPlan | None) -> None:
+        """Record that the oldest step is done; its requests are given its tokens next."""
+        self._ended += 1
+        if plan is None:
+            return
         for number, entry in enumerate(plan.entries):
             if entry.ahead:
                 continue
@@ -205,8 +213,11 @@ class Scheduler:
             if number < plan.num_decode and entry.span.length % self._block_size == 0:
                 self._offer(entry)
 
-    def cancel(self, plan: StepPlan) -> None:
+    def cancel(self, plan: StepPlan | None) -> None:
         """Undo the beginning of a step that gave no tokens; of several, the latest comes first."""
+        self._begun -= 1
+        if plan is None:
+            return
         for number, entry in reversed(list(enumerate(plan.entries))):
             if entry.ahead:
                 continue
@@ -217,6 +228,10 @@ class Scheduler:
             if request.blocks is entry.span.blocks:  # Else it has lost them in between.
                 request.num_computed = entry.span.start
         self._withdraw(plan.entries[plan.num_decode :])
+
+    def forget(self) -> None:
+        """Nobody waits for the steps under way any more: their requests have ended."""
+        self._ended = self._begun
 
     def _withdraw(self, prompts: Sequence[StepEntry]) -> None:
         """Take back the blocks that a failed step's prompts were to fill.
@@ -382,9 +397,21 @@ class Scheduler:
         return entries, token_ids
 
     def _microbatch(self, ready: list[Request]) -> list[Request]:
-        """A stage's share of those that decode, none of whose tokens is under way."""
+        """A stage's share of those that decode, none of whose tokens is under way.
+
+        Without any, of those whose only one is in the oldest step: the last stage is done with it
+        first.
+        """
         share = -(-len(ready) // self._num_stages)
-        return [request for request in ready if not request.num_pending][:share]
+        found = [request for request in ready if not request.num_pending]
+        if not found:
+            oldest = self._ended + 1
+            found = [
+                request
+                for request in ready
+                if request.num_pending == 1 and request.pending_step == oldest
+            ]
+        return found[:share]
 
     def _grow(self, ready: list[Request]) -> list[Request]:
         """Give a block to each request that has filled its last; those of ``ready`` that go on."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from layline.boundary.rows import rank_rows
 from layline.engine.drawing import DrawnRows, draw_rows
-from layline.engine.executor import Crossed
+from layline.engine.executor import Crossed, TakenRows
 from layline.engine.outcome import FailedRow
 from layline.engine.pass_clock import TimedPass
 from layline.engine.reading import Reading
@@ -19,11 +20,14 @@ from layline.engine.runner import Runner
 from layline.engine.step import MeshStep
 from layline.engine.step_times import PassTimes, joined_passes
 from layline.errors import RunError
+from layline.layers.forward_batch import ForwardBatch
 from layline.layers.sampler import Sampler
-from layline.layers.sampling_state import RowState
 from layline.pipeline.payload import Payload, room_for
+from layline.pipeline.readback import PendingResult
 from layline.pipeline.stages import StageHome
 
+SAMPLED = "sampled ids"
+"""What enters the first stage, where a step goes on from tokens that the host does not know yet."""
 Finish = Callable[[Runner, torch.Tensor], Any]
 """What the last stage makes of its normalised hidden states [tokens, hidden]."""
 
@@ -41,11 +45,13 @@ class StagePass:
 class StagedStep:
     """One step for all stages.
 
-    By a stage's number ``passes`` gets what it took, and ``crossed`` what it handed on.
+    By a stage's number ``prepared`` gets its batch, ``passes`` what it took, and ``crossed`` what
+    it handed on.
     """
 
     step: MeshStep
     finish: Finish
+    prepared: dict[int, tuple[MeshStep, ForwardBatch]] = field(default_factory=dict)
     crossed: dict[int, tuple[Crossed, ...]] = field(default_factory=dict)
     passes: dict[int, StagePass] = field(default_factory=dict)
 
@@ -79,13 +85,23 @@ class ModelStage:
         tokens = rank_rows(step.step.rows, topology).total + topology.attn_tp - 1
         return room_for((tokens, self._runner.model.config.hidden_size), torch.float32)
 
+    def prepare(self, step: StagedStep) -> None:
+        """The stage's batch, made while the stages before it run."""
+        with self._named_errors():
+            step.prepared[self._index] = (step.step, self._runner.prepare(step.step))
+
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
         """The stage's part of the step; of the last stage what ``finish`` makes of it.
 
         Raises RunError with the stage's number for whatever goes wrong in it.
         """
-        try:
+        with self._named_errors():
             return self._run(step, entering)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             words = " ".join(f"{type(error).__name__}: {error}".split())
             raise RunError(f"pipeline stage {self._index} failed: {words}") from error
@@ -94,7 +110,13 @@ class ModelStage:
         begin = perf_counter()
         clock = self._runner.clock
         clock.start()
-        crossing = self._runner.walk(step.step, entering)
+        prepared, batch = step.prepared.pop(self._index, (None, None))
+        if prepared is not step.step:
+            batch = None
+        sampled = None
+        if self._runner.model.part.is_first and entering is not None:
+            sampled, entering = entering[SAMPLED], None
+        crossing = self._runner.walk(step.step, entering, sampled, batch)
         if isinstance(crossing, torch.Tensor):
             result = step.finish(self._runner, crossing)
         else:
@@ -115,16 +137,33 @@ class DrawnStep:
     readings: list[Reading | FailedRow]
 
 
-def draw_step(
-    sampler: Sampler,
-    step: MeshStep,
-    states: Sequence[RowState | FailedRow],
-    runner: Runner,
-    hidden: torch.Tensor,
-) -> DrawnStep:
-    """On the last stage's stream: score the rows that sample, draw, and read what is asked for."""
-    logits, readings = runner.finish(hidden, step)
-    return DrawnStep(draw_rows(sampler, logits, states), readings)
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How the rows of a step are drawn.
+
+    ``before`` is what it goes on from, if the plan says so; ``post`` is given the ids.
+    """
+
+    sampler: Sampler
+    step: MeshStep
+    rows: TakenRows
+    before: PendingResult | None = None
+    post: Callable[[torch.Tensor], None] | None = None
+
+    def __call__(self, runner: Runner, hidden: torch.Tensor) -> DrawnStep:
+        """On the last stage's stream: score the rows that sample, draw, read what is asked for."""
+        logits, readings = runner.finish(hidden, self.step)
+        # The step before was drawn on this stream.
+        read = None if self.before is None else self.before.value.get().drawn.read_ids
+        drawn = draw_rows(self.sampler, logits, self.rows.states(read))
+        if self.post is not None:
+            self.post(drawn.token_ids)
+        return DrawnStep(drawn, readings)
+
+
+def sampled_ids(found: DrawnStep) -> Payload:
+    """What the first stage is fed of a step that was drawn."""
+    return {SAMPLED: found.drawn.token_ids}
 
 
 def score_step(step: MeshStep, runner: Runner, hidden: torch.Tensor) -> None:

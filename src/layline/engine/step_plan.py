@@ -1,7 +1,8 @@
 """What one attention DP rank runs in a step, with the requests that it is for. No torch here.
 
 A token id below zero stands for one that is not known yet: ``-1 - row`` is the one that the sampled
-row ``row`` of the same DP rank's step before this one gives. Devices put it in its place.
+row ``row`` gives, in the same DP rank's part of the step that is the oldest one under way when this
+one begins. Devices put it in its place.
 """
 
 from __future__ import annotations
@@ -58,6 +59,6 @@ def joined_plan(decodes: EntryRows, prompts: EntryRows) -> StepPlan | None:
 
 
 def sampled_row(row: int) -> int:
-    """The token id that stands for what sampled row ``row`` of the step before gives; its own
+    """The token id that stands for what sampled row ``row`` of an earlier step gives; its own
     inverse."""
     return -1 - row

@@ -88,6 +88,7 @@ class StepQueue:
     def forget(self) -> None:
         """Nobody waits for the steps under way any more: their requests have ended."""
         self._flights.clear()
+        self._scheduler.forget()
 
     def _launch(self) -> None:
         while len(self._flights) < self._most:
@@ -97,7 +98,7 @@ class StepQueue:
             self._times.since("schedule", begin)
             if plan is None:
                 return
-            before = self._flights[-1].launched if self._flights else None
+            before = self._flights[0].launched if self._flights else None
             launched = self._executor.launch(plan.step, plan.rows(), before)
             self.num_ahead += before is not None
             self._scheduler.begin(plan)

@@ -39,7 +39,8 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
     ``engine`` are the fields of EngineConfig, ``meeting`` the file through which ranks find each
     other, or empty under torchrun; ``host`` says on which network they do. ``device`` is the
-    ordinal of the rank's device. ``pipeline`` is None where all layers are one stage.
+    ordinal of the rank's device. ``pipeline`` is None where all layers are one stage; ``cores`` are
+    those that its stages' threads keep to, or none.
     """
 
     engine: dict[str, Any]
@@ -50,6 +51,7 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
     device: int
     local_ranks: int
     pipeline: Pipeline | None = None
+    cores: list[int] = []
 
 
 class Bind(msgspec.Struct, tag=True, array_like=True, frozen=True):

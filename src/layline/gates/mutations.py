@@ -97,6 +97,10 @@ class Around:
         """See StageProgram."""
         return self.program.room(step)
 
+    def prepare(self, step: StagedStep) -> None:
+        """See StageProgram."""
+        self.program.prepare(step)
+
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
         """See StageProgram."""
         return self.program.run(step, entering)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from layline.errors import CellNotReadyError
@@ -59,3 +60,17 @@ class Cell(Generic[Value]):
     def fail(self, error: BaseException) -> None:
         """Say that no result will come."""
         self._error = error
+
+
+class Inlet(Generic[Value]):
+    """What one task brings in from outside, in the place of a cell: ``take`` runs in the task."""
+
+    __slots__ = ("_take",)
+    buffers: tuple[Buffer, ...] = ()
+
+    def __init__(self, take: Callable[[], Value]) -> None:
+        self._take = take
+
+    def get(self) -> Value:
+        """Wait for it and take it; the one task that reads it does."""
+        return self._take()

@@ -8,6 +8,7 @@ the policy lets them run ahead, so that a host that issues everything first is t
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,9 @@ class ThreadController:
 
     def __init__(self) -> None:
         self._lanes: Lanes | None = None
+        # Each host thread has a condition of its own: one that is woken in vain takes the
+        # interpreter from the streams.
+        self._waiting: dict[threading.Condition, Callable[[], bool]] = {}
 
     def bind(self, lanes: Lanes) -> None:
         """See Controller.bind."""
@@ -44,7 +48,18 @@ class ThreadController:
         """See Controller.wait."""
         assert self._lanes is not None
         with self._lanes.lock:
-            return self._lanes.host.wait_for(done, max(0.0, deadline - time.monotonic()))
+            over = threading.Condition(self._lanes.lock)
+            self._waiting[over] = done
+            try:
+                return over.wait_for(done, max(0.0, deadline - time.monotonic()))
+            finally:
+                del self._waiting[over]
+
+    def changed(self) -> None:
+        """See Controller.changed."""
+        for over, done in self._waiting.items():
+            if done():
+                over.notify()
 
     def note(self, lane: Lane) -> str:
         """See Controller.note."""
@@ -151,6 +166,11 @@ class ScriptedController:
         if self._bound is not None:
             raise RunError("a scripted controller decides over one set of streams; make another")
         self._bound = lanes
+        self._host = threading.Condition(lanes.lock)
+
+    def changed(self) -> None:
+        """See Controller.changed. Host threads drive the streams, so they look at every item."""
+        self._host.notify_all()
 
     def may_advance(self, lane: Lane) -> bool:
         """See Controller.may_advance."""
@@ -175,7 +195,7 @@ class ScriptedController:
                 if time.monotonic() > deadline:
                     return False
                 if self._turn is not None:
-                    self._lanes.host.wait(max(0.0, deadline - time.monotonic()))
+                    self._host.wait(max(0.0, deadline - time.monotonic()))
                 elif self._pick_one(deadline=deadline) is None:
                     raise RunError(
                         f"deadlock: the host waits and no stream can go on; "
@@ -221,5 +241,5 @@ class ScriptedController:
         self._turn = lane
         lane.changed.notify()
         while self._turn is not None and not self._lanes.closed:
-            if not self._lanes.host.wait(max(0.0, deadline - time.monotonic())):
+            if not self._host.wait(max(0.0, deadline - time.monotonic())):
                 return

@@ -37,6 +37,8 @@ CHUNK_SCHEDULE = f"{PREFIX}PRIME_CHUNK_SCHED"
 TOGGLES = {
     SHARD: "0",
     STREAMS: "0",
+    f"{PREFIX}PP_SHARED_MEMORY": "0",
+    f"{PREFIX}PP_BIND": "0",
     f"{PREFIX}PP_OVERLAP": "1",
     f"{PREFIX}PP_ALLOW_UNSPLIT_BATCH": "1",
     f"{PREFIX}PP_FORCE_SAME_DEV_PIPELINED": "1",
@@ -241,6 +243,16 @@ class Doors:
     def streams(self) -> bool:
         """Stages have streams of their own. Without: one stream, one device, eager decode only."""
         return self._toggle("PP_STREAMS")
+
+    @property
+    def shared_memory(self) -> bool:
+        """Processes of one machine hand over through memory; without, through messages."""
+        return self._toggle("PP_SHARED_MEMORY")
+
+    @property
+    def bind(self) -> bool:
+        """Stages in processes of their own keep to their share of the cores."""
+        return self._toggle("PP_BIND")
 
     @property
     def overlap(self) -> bool:

@@ -7,6 +7,7 @@ go on and the controller lets it, runs a task without the lock, and tells whoeve
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import time
 from collections import deque
@@ -58,6 +59,7 @@ class Lane:
     """One stream's queue.
 
     Attributes:
+        cores: What its worker and torch's threads in it keep to, if anything.
         changed: Notified when its worker may have something to do.
         running: What its worker runs now, in words.
         error: What poisoned it.
@@ -69,6 +71,7 @@ class Lane:
     name: str
     device: StageDevice
     num_threads: int
+    cores: tuple[int, ...]
     changed: threading.Condition
     queue: deque[Item] = field(default_factory=deque)
     running: str | None = None
@@ -114,6 +117,9 @@ class Controller(Protocol):
         Raises RunError when it can never be done.
         """
 
+    def changed(self) -> None:
+        """Something has ended: let host threads go on that waited for it."""
+
     def note(self, lane: Lane) -> str:
         """What there is to say about the lane: why it does not advance, or nothing."""
 
@@ -124,7 +130,6 @@ class Lanes:
     def __init__(self, controller: Controller, log: AccessLog) -> None:
         # Reentrant, because the garbage collector may end these lanes from within a locked part.
         self.lock = threading.RLock()
-        self.host = threading.Condition(self.lock)
         self.controller = controller
         self.log = log
         self.closed = False
@@ -137,9 +142,11 @@ class Lanes:
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes.values())
 
-    def add(self, name: str, device: StageDevice, num_threads: int) -> Lane:
+    def add(
+        self, name: str, device: StageDevice, num_threads: int, cores: tuple[int, ...] = ()
+    ) -> Lane:
         """A new lane with its worker, whose threads are set when this returns."""
-        lane = Lane(name, device, num_threads, threading.Condition(self.lock))
+        lane = Lane(name, device, num_threads, cores, threading.Condition(self.lock))
         started = threading.Event()
         thread = threading.Thread(
             target=self._work, args=(lane, started), name=f"stream {name}", daemon=True
@@ -214,7 +221,7 @@ class Lanes:
             for lane in self:
                 lane.queue.clear()
                 lane.changed.notify_all()
-            self.host.notify_all()
+            self.controller.changed()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -235,6 +242,9 @@ class Lanes:
     def _work(self, lane: Lane, started: threading.Event) -> None:
         import torch
 
+        if lane.cores:
+            # Of this thread alone, and of those of torch that it starts.
+            os.sched_setaffinity(0, lane.cores)
         # The first call settles the library's default in this thread, which would otherwise
         # replace the number below at some later call.
         torch.get_num_threads()
@@ -293,7 +303,7 @@ class Lanes:
             for other in self:
                 if other.queue and isinstance(head := other.queue[0], Wait) and head.record is item:
                     other.changed.notify()
-        self.host.notify_all()
+        self.controller.changed()
 
 
 def _start_with_threads(thread: threading.Thread, started: threading.Event) -> None:

@@ -36,7 +36,7 @@ from layline.pipeline.guards import (
 )
 from layline.pipeline.payload import Payload, copied
 from layline.pipeline.placement import Placement, Residency
-from layline.pipeline.runtime import PipelineRuntime
+from layline.pipeline.runtime import Entering, PipelineRuntime, entered
 from layline.pipeline.streams import Stream
 
 MOST_DEFERRED = 4
@@ -173,9 +173,9 @@ class Loops(Generic[Read]):
         return found
 
     def microbatch(
-        self, step: Any, entering: Cell[Payload] | None = None, *, overlap: bool = True
+        self, step: Any, entering: Entering | None = None, *, overlap: bool = True
     ) -> Read:
-        """One microbatch, of requests that no other one under way has. Raises as :meth:`batch`."""
+        """One microbatch, in order after those under way. Raises as :meth:`batch`."""
         if not self._batch_splits:
             allowed = self._doors.allow_unsplit_batch
             self._refuse("batched decode", _BATCH_WAY, allowed=allowed)
@@ -188,7 +188,7 @@ class Loops(Generic[Read]):
     def _batch_splits(self) -> bool:
         return self._doors.batch and self._splits
 
-    def verify(self, step: Any, entering: Cell[Payload] | None = None) -> Read:
+    def verify(self, step: Any, entering: Entering | None = None) -> Read:
         """One step that scores a request's drafts. Raises UnsplitError as :meth:`batch` does."""
         if not self._doors.verify or not self._splits:
             self._refuse("verification", _VERIFY_WAY)
@@ -247,7 +247,7 @@ class Loops(Generic[Read]):
         for cut, stage in zip(self.runtime.cuts, self.runtime.stages, strict=False):
             cut.prewarm(max(stage.program.room(chunk) for chunk in chunks))
 
-    def _watched(self, step: Any, entering: Cell[Payload] | None, *, overlap: bool) -> Cell[Any]:
+    def _watched(self, step: Any, entering: Entering | None, *, overlap: bool) -> Cell[Any]:
         """A walk in which overlap with others is counted."""
         number = next(self._numbers)
 
@@ -279,7 +279,8 @@ class Loops(Generic[Read]):
     def _split(self, result: Cell[Any]) -> Read:
         return self._read(result, self.runtime.last.stream)
 
-    def _unsplit(self, step: Any, entering: Cell[Payload] | None = None) -> Read:
+    def _unsplit(self, step: Any, entering: Entering | None = None) -> Read:
+        found = entered(entering)
         self.runtime.drain()
-        result = self.runtime.walk_unsplit(step, entering)
+        result = self.runtime.walk_unsplit(step, found)
         return self._read(result, self.runtime.caller)

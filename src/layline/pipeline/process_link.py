@@ -7,6 +7,7 @@ stage waits for that. So neither stage's stream stands still while bytes are und
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -17,6 +18,30 @@ from layline.pipeline.copies import LocalCopy
 from layline.pipeline.payload import Layout, Payload
 from layline.pipeline.streams import Stream, Streams
 from layline.pipeline.transport import Boundary, CutOptions
+
+
+@dataclass(frozen=True)
+class LinkEnds:
+    """Who speaks: the cut's name, the stages, and the global rank of the other process."""
+
+    cut: str
+    from_stage: int
+    to_stage: int
+    peer: int
+
+    def sending(self, sequence: int) -> str:
+        """What the sending end waits for, in words."""
+        return (
+            f"stage {self.from_stage} waited for stage {self.to_stage} (rank {self.peer}) to take "
+            f"#{sequence} of {self.cut}"
+        )
+
+    def receiving(self, sequence: int) -> str:
+        """What the receiving end waits for, in words."""
+        return (
+            f"stage {self.to_stage} waited for #{sequence} of {self.cut} from stage "
+            f"{self.from_stage} (rank {self.peer})"
+        )
 
 
 class Wire(Protocol):
@@ -39,7 +64,9 @@ class LinkSender:
     ``stream`` is the one that sends, and ``taken`` its task for the latest payload.
     """
 
-    kind = "between processes"
+    kind = "messages between processes"
+    waited_s = 0.0
+    """The stage's own stream waits for events alone, which it counts itself."""
 
     def __init__(
         self,
@@ -62,6 +89,9 @@ class LinkSender:
         """See Boundary.prewarm."""
         self._boundary.prewarm(room)
 
+    def close(self) -> None:
+        """Nothing of its own to end: whoever waits does so in the wire."""
+
     def send(self, payload: Cell[Payload], room: int, *, overlap: bool = False) -> int:
         """Send the payload to the other process; returns the slot's index here.
 
@@ -79,7 +109,9 @@ class LinkReceiver:
     Payloads come in the order in which the other process sends them, checked by number.
     """
 
-    kind = "between processes"
+    kind = LinkSender.kind
+    waited_s = 0.0
+    """As of the sender."""
 
     def __init__(self, name: str, receiver: Stream, streams: Streams, wire: Wire) -> None:
         self._name = name
@@ -88,6 +120,9 @@ class LinkReceiver:
         self._arrived = streams.event(f"{name} arrived")
         self._wire = wire
         self._sequence = 0
+
+    def close(self) -> None:
+        """See LinkSender.close."""
 
     def receive(self) -> Cell[Payload]:
         """The next payload, in memory of the receiver's own."""

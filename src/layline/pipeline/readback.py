@@ -6,8 +6,9 @@ on a stream of its own for that step alone, so that the last stage never stops f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from layline.pipeline.cells import Cell
 from layline.pipeline.faults import Fault, Faults
 from layline.pipeline.streams import Stream, Streams
+
+Value = TypeVar("Value")
 
 
 class Pending:
@@ -100,14 +103,29 @@ class PendingResult:
         self._computed = streams.event(f"{value.label} computed")
         stream.record(self._computed)
 
+    @property
+    def value(self) -> Cell[Any]:
+        """Where it will be, for tasks that are ordered after its own."""
+        return self._value
+
     def is_done(self) -> bool:
         """Whether the last stage has computed it."""
         return self._computed.is_done()
+
+    def on(self, stream: Stream, take: Callable[[Any], Value], label: str) -> Cell[Value]:
+        """What ``take`` makes of it, as a task of ``stream`` that waits for no later step."""
+        stream.wait(self._computed)
+        task = partial(_taken, self._value, take)
+        return stream.run(task, reads=self._value.buffers, label=label)
 
     def wait(self, timeout_s: float) -> Any:
         """The result. Raises RunError after ``timeout_s`` and what a stage's task raised."""
         self._computed.synchronize(timeout_s)
         return self._value.get()
+
+
+def _taken(value: Cell[Any], take: Callable[[Any], Value]) -> Value:
+    return take(value.get())
 
 
 def _to_host(value: Cell[Tensor], readback: Stream) -> Tensor:

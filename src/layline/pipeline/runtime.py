@@ -22,7 +22,7 @@ from typing import Any
 
 from layline.errors import RunError, UnsplitError
 from layline.pipeline.access import Buffer
-from layline.pipeline.cells import Cell
+from layline.pipeline.cells import Cell, Inlet
 from layline.pipeline.counters import Counters
 from layline.pipeline.faults import Fault
 from layline.pipeline.graphs import own_step
@@ -34,6 +34,11 @@ from layline.pipeline.transport import Boundary, CutOptions
 
 WAIT_S = 300.0
 """How long barriers wait for a stream."""
+
+
+Entry = Cell[Payload] | Inlet[Payload]
+Entering = Entry | Callable[[], Entry]
+"""What the first stage of a walk is given, or what issues the task that brings it."""
 
 
 class PipelineRuntime:
@@ -84,7 +89,7 @@ class PipelineRuntime:
     def walk(
         self,
         step: Any,
-        entering: Cell[Payload] | None = None,
+        entering: Entering | None = None,
         *,
         overlap: bool,
         within: Callable[[int], AbstractContextManager[None]] | None = None,
@@ -94,18 +99,22 @@ class PipelineRuntime:
         Publishing it is the caller's to ask for: a caller whose stream waited for this step would
         have the next step's entry fence wait for it as well, and nothing would overlap.
 
-        ``entering`` is a payload for the first stage, from a task that is ordered before it. With
-        ``overlap`` the cuts alternate their slots. ``within(stage)`` is a scope around that stage's
-        layers, where they run.
+        ``entering`` is a payload for the first stage, from a task that is ordered before it, or
+        issues that task. With ``overlap`` the cuts alternate their slots. ``within(stage)`` is a
+        scope around that stage's layers, where they run.
         """
         self.fence_stages_behind(self.caller)
-        crossing: Cell[Any] | None = entering
+        crossing: Cell[Any] | None = None
         # Stages may be a run of a longer pipeline's, so places here are not their numbers.
         for place, stage in enumerate(self.stages):
-            if place > 0:
-                crossing = self.cuts[place - 1].receive()
+            stage.stream.run(
+                partial(_prepare, stage, step),
+                writes=(stage.scratch,),
+                label=f"prepare stage {stage.index}",
+            )
+            entry = self.cuts[place - 1].receive() if place > 0 else entered(entering)
             scope = None if within is None else partial(within, stage.index)
-            crossing = self.turn(stage, step, crossing, within=scope)
+            crossing = self.turn(stage, step, entry, within=scope)
             if stage is not self.last:
                 room = stage.program.room(own_step(step, stage.index))
                 self.cuts[place].send(crossing, room, overlap=overlap)
@@ -116,7 +125,7 @@ class PipelineRuntime:
         self,
         stage: StageHome,
         step: Any,
-        entering: Cell[Payload] | None,
+        entering: Entry | None,
         on: Stream | None = None,
         within: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> Cell[Any]:
@@ -138,7 +147,7 @@ class PipelineRuntime:
             label=f"stage {stage.index}",
         )
 
-    def walk_unsplit(self, step: Any, entering: Cell[Payload] | None = None) -> Cell[Any]:
+    def walk_unsplit(self, step: Any, entering: Entry | None = None) -> Cell[Any]:
         """All layers on the caller's stream; remote stages' weights are read where they are.
 
         Stages' streams must have nothing under way: call :meth:`drain` after split walks.
@@ -150,9 +159,9 @@ class PipelineRuntime:
                 f"an unsplit walk would compute with weights of {len(devices)} CUDA devices, which "
                 "torch refuses; expected a loop that is split over the stages, or one device"
             )
-        crossing: Cell[Any] | None = entering
+        entry, crossing = entering, None
         for stage in self.stages:
-            crossing = self.turn(stage, step, crossing, on=self.caller)
+            entry = crossing = self.turn(stage, step, entry, on=self.caller)
         assert crossing is not None
         return crossing
 
@@ -217,10 +226,19 @@ class PipelineRuntime:
         self.caller.synchronize(self._timeout_s)
 
 
+def entered(entering: Entering | None) -> Entry | None:
+    """The payload, with the task that brings it issued now if it was not."""
+    return entering() if callable(entering) else entering
+
+
+def _prepare(stage: StageHome, step: Any) -> None:
+    stage.program.prepare(own_step(step, stage.index))
+
+
 def _walk(
     stage: StageHome,
     step: Any,
-    entering: Cell[Payload] | None,
+    entering: Entry | None,
     within: Callable[[], AbstractContextManager[None]] | None,
 ) -> Any:
     payload = None if entering is None else entering.get()

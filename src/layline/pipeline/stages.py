@@ -21,6 +21,9 @@ class StageProgram(Protocol):
     def room(self, step: Any) -> int:
         """Bytes that this stage hands on in ``step`` at most; 0 for the last stage."""
 
+    def prepare(self, step: Any) -> None:
+        """Make what the stage needs of the step itself, before what enters is waited for."""
+
     def run(self, step: Any, entering: Payload | None) -> Any:
         """Walk the stage's layers.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,21 +17,12 @@ from torch import Tensor, distributed
 from layline.errors import TransferError
 from layline.pipeline.link_header import HEADER_BYTES, pack, unpack
 from layline.pipeline.payload import Layout, Payload
+from layline.pipeline.process_link import LinkEnds
 
 # Headers that may be under way on CUDA, where the host does not wait for each: a header a slot.
 HEADERS_UNDER_WAY = 2
 # On the CPU so many bytes of a payload come with the header: a decode's, so that one message does.
 BESIDE_HEADER = 63 << 10
-
-
-@dataclass(frozen=True)
-class LinkEnds:
-    """Who speaks: the cut's name, the stages, and the global rank of the other process."""
-
-    cut: str
-    from_stage: int
-    to_stage: int
-    peer: int
 
 
 class TorchWire:
@@ -64,10 +54,7 @@ class TorchWire:
     def send(self, sequence: int, layout: Layout, memory: Tensor) -> None:
         """See Wire.send."""
         ends = self._ends
-        what = (
-            f"stage {ends.from_stage} waited for stage {ends.to_stage} (rank {ends.peer}) to take "
-            f"#{sequence} of {ends.cut}"
-        )
+        what = ends.sending(sequence)
         first, body = self._letter(pack(ends.cut, sequence, layout), memory[: layout.size])
         self._headers.append((self._start(distributed.isend, first, what), first, what))
         if self._data is None:
@@ -82,10 +69,7 @@ class TorchWire:
     def receive(self, sequence: int) -> Payload:
         """See Wire.receive."""
         ends = self._ends
-        what = (
-            f"stage {ends.to_stage} waited for #{sequence} of {ends.cut} from stage "
-            f"{ends.from_stage} (rank {ends.peer})"
-        )
+        what = ends.receiving(sequence)
         first = torch.empty(HEADER_BYTES + self._beside, dtype=torch.uint8)
         self._end(self._start(distributed.irecv, first, what), what)
         layout = unpack(first[:HEADER_BYTES], ends.cut, sequence)

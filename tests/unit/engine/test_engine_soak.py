@@ -47,7 +47,7 @@ def accounted(llm: LLM) -> None:
     assert pool.num_free + pool.num_idle == pool.capacity
     executor = llm._engine._executor
     assert isinstance(executor, LocalExecutor)
-    assert executor._rows._states == {}, "a request is still known to the sampler"
+    assert len(executor._rows) == 0, "a request is still known to the sampler"
 
 
 def random_prompt(draw: random.Random) -> list[int]:

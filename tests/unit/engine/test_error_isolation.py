@@ -57,7 +57,7 @@ def accounted(llm: LLM) -> None:
     assert engine.stats().blocks_held == 0
     executor = engine._executor
     assert isinstance(executor, LocalExecutor)
-    assert executor._rows._states == {}
+    assert len(executor._rows) == 0
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -170,7 +170,7 @@ def test_an_error_in_sampling_one_row(
     requests = [llm._engine.submit(ids, DRAWN) for ids in GOOD]
     executor = llm._engine._executor
     assert isinstance(executor, LocalExecutor)
-    state = executor._rows._states[requests[2].request_id]
+    state = executor._rows._requests[requests[2].request_id].state
     uniform = RowState.uniform
 
     def broken(self: RowState, stream: int = 0) -> float:
@@ -198,7 +198,7 @@ def test_an_error_in_taking_a_token(
     requests = [llm._engine.submit(ids, params) for ids in GOOD]
     executor = llm._engine._executor
     assert isinstance(executor, LocalExecutor)
-    state = executor._rows._states[requests[0].request_id]
+    state = executor._rows._requests[requests[0].request_id].state
     observe = RowState.observe
 
     def broken(self: RowState, token_id: int) -> None:

@@ -48,7 +48,7 @@ def accounted(llm: LLM) -> None:
     assert engine.stats().blocks_held == 0
     executor = engine._executor
     assert isinstance(executor, LocalExecutor)
-    assert executor._rows._states == {}
+    assert len(executor._rows) == 0
 
 
 def stops_of(llm: LLM) -> list[SamplingParams]:

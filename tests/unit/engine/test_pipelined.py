@@ -80,12 +80,14 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 def check(case: Case, way: dict[str, Any]) -> None:
-    """Answers bit by bit, every step split, and as many in flight as there are stages."""
+    """Answers bit by bit, every step split, one more in flight than stages, fed on the devices."""
     with case.llm(prefill_tokens=9, **way) as llm:
         watch = watched(llm)
         assert found_in(llm.generate(PROMPTS, GREEDY)) == case.wanted
         assert count(llm, "batch_splits") == len(watch.steps)
-        assert watch.most == way["pp_stages"]
+        assert watch.most == way["pp_stages"] + 1
+        assert watch.fed > 0
+        assert watch.shared == set()
 
 
 @pytest.mark.parametrize("way", [EVEN[0], EVEN[3], UNEVEN[1]], ids=str)
@@ -118,13 +120,15 @@ def test_chunks_of_prompts(llama: Case, chunk: int) -> None:  # pipeline G45
         assert sum(n > 0 for n in chunks) >= -(-len(BASE) // chunk)
 
 
-def test_one_request_has_one_token_under_way(llama: Case) -> None:  # pipeline G43
+def test_a_token_is_fed_before_the_host_knows_it(llama: Case) -> None:  # pipeline G43
     with llama.llm(prefill_tokens=9, pp_stages=4) as llm:
         watch = watched(llm)
         (found,) = found_in(llm.generate([BASE], GREEDY))
         assert found == llama.wanted[0]
-        # The chunks of its prompt follow each other; a token is known before it is fed.
-        assert watch.most == 4
+        # The chunks of its prompt follow each other, and its decodes too.
+        assert watch.most == 5
+        decodes = [step for step in watch.steps if step.parts[0].num_decode]
+        assert watch.fed == len(decodes) >= GREEDY.max_tokens - 1
         chunks = [step.parts[0].num_tokens - step.parts[0].num_decode for step in watch.steps]
         assert [n for n in chunks if n] == [9, 9, 9, 9, 1]
 
@@ -153,11 +157,11 @@ def test_more_requests_than_run_at_a_time(llama: Case) -> None:
         assert llm.stats().blocks_held == 0
 
 
-def test_steps_in_flight_have_no_request_in_common(llama: Case) -> None:
+def test_steps_go_on_from_the_oldest_alone(llama: Case) -> None:
     with llama.llm(pp_stages=4, prefix_cache=False) as llm:
         watch = watched(llm)
         llm.generate(PROMPTS * 2, GREEDY)
-        assert watch.most == 4
+        assert watch.most == 5
         assert watch.shared == set()
 
 
@@ -166,7 +170,8 @@ def test_one_step_at_a_time_where_asked(llama: Case, overlap: bool) -> None:
     with llama.llm(pp_stages=3, overlap=overlap) as llm:
         watch = watched(llm)
         assert found_in(llm.generate(PROMPTS, GREEDY)) == llama.wanted
-        assert watch.most == (3 if overlap else 1)
+        assert watch.most == (4 if overlap else 1)
+        assert (watch.fed > 0) == overlap
 
 
 def test_each_stage_has_its_layers_and_nothing_else(llama: Case) -> None:  # pipeline G10, G27

@@ -75,10 +75,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pools = [
             BlockPool(blocks + 1, PrefixCache() if shares else None) for _ in range(ranks)
         ]
-        # Over stages as many steps are under way, and none is fed what another one draws. Guessing
-        # needs the tokens.
-        self.ahead = 1 if proposes != "nobody" else ahead if stages == 1 else stages
+        # Over stages one more step is under way, and the latest may be fed what the oldest draws.
+        # Guessing needs the tokens.
+        self.ahead = 1 if proposes != "nobody" else ahead if stages == 1 else stages + 1
         self.spreads = stages > 1 and proposes == "nobody"
+        self.stages = stages
         parts = [
             Scheduler(
                 pool,
@@ -250,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def fed(self, part: StepPlan, rank: int) -> tuple[int, ...]:
         """The ids of the rows as a device has them."""
-        before = self.flights[-1][1][rank] if self.flights else []
+        before = self.flights[0][1][rank] if self.flights else []
         return tuple([i if i >= 0 else before[sampled_row(i)] for i in part.token_ids])
 
     def check(self, plan: MeshPlan, ready: list[tuple[Request, int]]) -> None:
@@ -269,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 kept = [r for r, losses in ready if r.attn_dp == rank and r.num_preempted == losses]
                 missed = [r for r in kept if id(r) not in decoded]
                 if self.spreads:
-                    share = -(-len(kept) // self.ahead)
+                    share = -(-len(kept) // self.stages)
                     assert len(kept) - len(missed) <= share
                     waits = len(decoded) < share and not all(r.num_pending for r in missed)
                     assert not waits, "a decode waits for a prompt"
@@ -278,7 +279,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert part.num_decode in (0, len(part.token_ids))
             written: Counter[int] = Counter()
-            assert not self.spreads or min(part.token_ids) >= 0, "fed what nobody knows"
             row, token_ids = 0, self.fed(part, rank)
             for number, entry in enumerate(part.entries):
                 request, span = entry.request, entry.span

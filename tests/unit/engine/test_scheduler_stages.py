@@ -19,7 +19,7 @@ STAGES = pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
 
 
 class Pipe:
-    """A scheduler and its steps under way, at most one for each stage."""
+    """A scheduler and its steps under way, at most one more than stages."""
 
     def __init__(
         self,
@@ -46,27 +46,32 @@ class Pipe:
             self.it.add(each)
 
     def launch(self) -> list[StepPlan]:
-        """Steps until there is one for each stage, or none to be had."""
+        """Steps until there is one more than stages, or none to be had."""
         launched: list[StepPlan] = []
-        while len(self.flights) < self.num_stages:
+        while len(self.flights) <= self.num_stages:
             plan = self.it.next_step()
             if plan is None:
                 break
-            for other in self.flights:
-                self.keeps_apart(other, plan)
+            self.keeps_apart(plan)
             self.it.begin(plan)
             self.flights.append(plan)
             launched.append(plan)
         return launched
 
-    def keeps_apart(self, other: StepPlan, plan: StepPlan) -> None:
-        """Nobody's token is drawn in two steps, or fed before it is known; chunks go on."""
-        assert all(token_id >= 0 for token_id in plan.token_ids)
+    def keeps_apart(self, plan: StepPlan) -> None:
+        """Who decodes on before its token is known is fed that of the oldest step; chunks go on."""
+        row = 0
         for entry in plan.entries:
-            for before in other.entries:
-                if before.request is entry.request:
-                    assert not before.samples
-                    assert before.span.length <= entry.span.start
+            fed = plan.token_ids[row]
+            row += entry.span.count
+            for number, other in enumerate(self.flights):
+                drawn = [each for each in other.entries if each.samples]
+                for before in other.entries:
+                    if before.request is entry.request:
+                        assert before.span.length <= entry.span.start
+                        assert not before.samples or (number, fed) == (0, -1 - drawn.index(before))
+            if fed < 0:
+                assert entry.request in who(self.flights[0])
 
     def collect(self) -> StepPlan:
         """The oldest step ends, and its requests have their tokens."""
@@ -116,22 +121,50 @@ def test_those_that_decode_are_shared_over_the_steps(num_stages: int, count: int
     pipe, requests = decoding(num_stages, count)
     share = -(-count // num_stages)
     plans = pipe.launch()
-    assert len(plans) == -(-count // share)
-    assert [len(plan.entries) for plan in plans[:-1]] == [share] * (len(plans) - 1)
-    assert [each for plan in plans for each in who(plan)] == requests
+    groups = -(-count // share)
+    assert len(plans) == groups + 1
+    assert [len(plan.entries) for plan in plans[: groups - 1]] == [share] * (groups - 1)
+    assert [each for plan in plans[:groups] for each in who(plan)] == requests
+    # The first go on while the others are on later stages, and so all the time.
     for number in range(3 * num_stages):
-        done = pipe.collect()
-        (again,) = pipe.launch()
-        assert who(again) == who(done), number
+        assert who(pipe.flights[-1]) == who(pipe.flights[0]), number
+        assert set(pipe.flights[-1].token_ids) == {*range(-share, 0)} or number % groups
+        pipe.collect()
+        assert len(pipe.launch()) == 1
 
 
-def test_a_token_under_way_is_waited_for() -> None:
+def test_one_token_under_way_is_fed_and_the_next_waited_for() -> None:
     pipe, (only,) = decoding(3, 1)
-    (plan,) = pipe.launch()
-    assert (who(plan), only.num_pending) == ([only], 1)
+    first, second = pipe.launch()
+    assert (who(first), who(second), only.num_pending) == ([only], [only], 2)
+    assert (first.token_ids, second.token_ids) == ((7,), (-1,))
+    assert second.entries[0].span.start == first.entries[0].span.length
     assert pipe.it.next_step() is None
     pipe.collect()
-    assert [who(plan) for plan in pipe.launch()] == [[only]]
+    assert [plan.token_ids for plan in pipe.launch()] == [(-1,)]
+
+
+def test_what_is_under_way_on_a_later_step_is_not_fed() -> None:
+    """It would keep the first stage waiting for the others."""
+    pipe, requests = decoding(2, 2)
+    first, second, third = pipe.launch()
+    assert [who(each) for each in (first, second, third)] == [[r] for r in (*requests, requests[0])]
+    pipe.flights.popleft()
+    pipe.it.complete(first)
+    pipe.it.remove(requests[0])
+    (fourth,) = pipe.launch()
+    assert who(fourth) == [requests[1]]
+    assert pipe.it.next_step() is None, "its own step is not the oldest"
+
+
+def test_steps_that_nobody_waits_for_are_none() -> None:
+    pipe, (only,) = decoding(2, 1)
+    pipe.launch()
+    pipe.it.remove(only)
+    pipe.it.forget()
+    pipe.flights.clear()
+    pipe.add(request(3, 9))
+    pipe.finish()
 
 
 @STAGES
@@ -165,12 +198,13 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
     pipe = Pipe(4, request(40, 2), budget=8)
     plans = pipe.launch()
     spans = [(plan.entries[0].span.start, plan.entries[0].span.count) for plan in plans]
-    assert spans == [(0, 8), (8, 8), (16, 8), (24, 8)]
-    pipe.collect()
-    (last,) = pipe.launch()
-    assert (last.entries[0].span.start, last.entries[0].samples) == (32, True)
-    pipe.collect()
-    assert pipe.launch() == [], "its first token is under way"
+    assert spans == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 8)]
+    assert [plan.entries[0].samples for plan in plans] == [False] * 4 + [True]
+    for _ in range(4):
+        assert pipe.collect().num_decode == 0
+        launched = pipe.launch()
+    # Its first token is under way on the oldest step now.
+    assert [plan.token_ids for plan in launched] == [(-1,)]
     pipe.finish()
 
 
@@ -181,7 +215,8 @@ def test_prompts_go_on_beside_decodes_and_hold_up_none() -> None:
     plans = pipe.launch()
     for number, plan in enumerate(plans):
         assert plan.num_decode == 2
-        assert who(plan) == [*talking[2 * number : 2 * number + 2], late]
+        group = 2 * (number % 3)
+        assert who(plan) == [*talking[group : group + 2], late]
         # One budget: two decode, and four tokens of the prompt.
         assert (plan.entries[2].span.start, plan.entries[2].span.count) == (4 * number, 4)
     before = [len(each.output_ids) for each in talking]
@@ -210,7 +245,7 @@ def test_steps_that_gave_nothing_are_as_if_they_had_not_begun() -> None:
     assert late.num_computed == waiting[0].entries[-1].span.start
     assert first
     # Each of them is decoded where it was.
-    for plan in pipe.launch():
+    for plan in pipe.launch()[:3]:
         for entry in plan.entries[: plan.num_decode]:
             assert entry.span.length == entry.request.num_tokens
     pipe.finish()
@@ -243,7 +278,7 @@ def test_who_is_removed_in_mid_flight_leaves_its_share() -> None:
         (following,) = pipe.launch()
         assert gone not in who(following)
         assert len(following.entries) <= 2
-    assert min(len(each.output_ids) for each in kept) == 3
+    assert min(len(each.output_ids) for each in kept) == 4
 
 
 def test_one_stage_feeds_what_is_under_way() -> None:

@@ -148,6 +148,9 @@ class OffByOneBit:
     def room(self, step: StagedStep) -> int:
         return self.program.room(step)
 
+    def prepare(self, step: StagedStep) -> None:
+        self.program.prepare(step)
+
     def run(self, step: StagedStep, entering: Payload | None) -> Any:
         found = self.program.run(step, entering)
         if isinstance(found, torch.Tensor):

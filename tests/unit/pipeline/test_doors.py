@@ -256,6 +256,8 @@ def test_what_is_built_keeps_its_stages_and_devices() -> None:  # pipeline G9
 PROPERTIES = {
     "PP_SHARD": "shard",
     "PP_STREAMS": "streams",
+    "PP_SHARED_MEMORY": "shared_memory",
+    "PP_BIND": "bind",
     "PP_OVERLAP": "overlap",
     "PP_ALLOW_UNSPLIT_BATCH": "allow_unsplit_batch",
     "PP_FORCE_SAME_DEV_PIPELINED": "force_same_device_pipelined",

@@ -168,7 +168,7 @@ def test_both_ends_give_the_bits_of_one_thread(ends: Ends, overlap: bool) -> Non
     ends.first.stream.synchronize(WAIT_S)
     assert same_bits([each for step in outputs for each in step], reference(inputs, 2))
     assert slots == ([0, 1] * 6 if overlap else [0] * 12)
-    assert (ends.sender.kind, ends.receiver.kind) == ("between processes",) * 2
+    assert (ends.sender.kind, ends.receiver.kind) == ("messages between processes",) * 2
 
 
 def test_the_senders_stage_goes_on_until_both_slots_are_full(ends: Ends, wire: MemoryWire) -> None:

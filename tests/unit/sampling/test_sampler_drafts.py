@@ -105,7 +105,7 @@ def test_accepted_drafts_are_the_requests_tokens(rows: SamplingRows) -> None:
     assert seen(rows, *step) == counts, "a step that is run again is the same"
     # Both were right, and 30 came after them.
     assert seen(rows, fed(30), SampleRow(4, 4)) == [{20: 1, 21: 1, 22: 1, 30: 1}]
-    assert rows._fed == {4: {}}
+    assert rows._requests[4].fed == {}
 
 
 def test_a_rejected_draft_is_forgotten(rows: SamplingRows) -> None:

@@ -1,0 +1,176 @@
+"""Memory that two processes of one machine share, with the waits of both ends.
+
+Each end has a count that it alone writes. The counts are ordered with what they speak of by the
+processor: x86-64 keeps the order of stores and that of loads. Elsewhere there is no such memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from layline.errors import TransferError
+
+SPIN_S = 0.02
+"""How long a wait keeps its core, giving way to whoever else wants it; then it sleeps in between.
+
+Waking a thread takes a tenth of a millisecond on a virtual machine, and a step crosses often.
+"""
+TOKEN_BYTES = 16
+_PAGE = 4096
+# Places in the first page, in words of 8 bytes; the counts are in cache lines of their own.
+_PUT, _TAKEN, _SLOTS, _TOKEN = 0, 8, 16, 500
+_MACHINES = ("x86_64", "AMD64")
+# Through ctypes, which lets other threads have the interpreter meanwhile.
+_yield_core = ctypes.CDLL(None).sched_yield if sys.platform == "linux" else None
+
+
+def is_supported() -> bool:
+    """Whether this machine's processes can share such memory."""
+    return sys.platform == "linux" and platform.machine() in _MACHINES
+
+
+class SharedMemory:
+    """One end. Both map the same file, which has no name and goes with the last of them."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.waited_s = 0.0
+        self.closed = False
+        self._map()
+        self._words = memoryview(self._mapped)[:_PAGE].cast("Q")
+
+    @classmethod
+    def create(cls, name: str, token: bytes) -> Self:
+        """New memory of one page; ``token`` [TOKEN_BYTES] tells it from others."""
+        descriptor = os.memfd_create(name)
+        os.ftruncate(descriptor, _PAGE)
+        made = cls(descriptor)
+        made._token[:] = token
+        return made
+
+    @classmethod
+    def open(cls, process: int, descriptor: int, token: bytes) -> Self | None:
+        """What ``process`` made under ``descriptor``, None where it is not to be had."""
+        try:
+            found = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+        except OSError:
+            return None
+        if os.fstat(found).st_size >= _PAGE:
+            opened = cls(found)
+            if bytes(opened._token) == token:
+                return opened
+        os.close(found)
+        return None
+
+    def close(self) -> None:
+        """Let waits fail. The memory goes with whoever still has tensors of it."""
+        self.closed = True
+
+    @property
+    def _token(self) -> memoryview:
+        start = _TOKEN * 8
+        return memoryview(self._mapped)[start : start + TOKEN_BYTES]
+
+    def _grow(self, size: int) -> tuple[int, int]:
+        """Whole pages for ``size`` bytes behind all there is: where they begin, and their bytes."""
+        start, whole = os.fstat(self.descriptor).st_size, -(-size // _PAGE) * _PAGE
+        os.ftruncate(self.descriptor, start + whole)
+        return start, whole
+
+    def _at(self, start: int, size: int) -> Tensor:
+        if start + size > self._memory.numel():
+            self._map()
+        return self._memory[start : start + size]
+
+    def _map(self) -> None:
+        # An earlier mapping lives as long as tensors and words of it do.
+        self._mapped = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
+        self._memory: Tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
+        if ready():
+            return
+        assert _yield_core is not None, "such memory is not to be had here"
+        begin = now = time.perf_counter()
+        while not ready():
+            _yield_core()
+            now = time.perf_counter()
+            if self.closed or now - begin > timeout_s:
+                why = "closed meanwhile" if self.closed else f"timeout {timeout_s:g} s"
+                raise TransferError(f"{what} in vain ({why})")
+            if now - begin > SPIN_S:
+                time.sleep(min(1e-3, (now - begin) / 100))
+        self.waited_s += now - begin
+
+
+class SharedSlots(SharedMemory):
+    """Two slots, used in turn: payload n is put once n - 1 were taken.
+
+    One that is too small gets new memory, which whoever takes finds by the place that was written
+    before the count.
+    """
+
+    def room(self, number: int, size: int, what: str, timeout_s: float) -> Tensor:
+        """Slot memory (uint8 [size]) for payload ``number``, once nobody reads it any more."""
+        words, place = self._words, _SLOTS + 2 * (number % 2)
+        self._wait(lambda: number - words[_TAKEN] < 2, what, timeout_s)
+        if words[place + 1] < size:
+            words[place], words[place + 1] = self._grow(size)
+        return self._at(words[place], size)
+
+    def put(self, number: int) -> None:
+        """Payload ``number`` is in its slot."""
+        self._words[_PUT] = number + 1
+
+    def arrived(self, number: int, what: str, timeout_s: float) -> Tensor:
+        """Payload ``number``'s whole slot, once it has been put."""
+        words, place = self._words, _SLOTS + 2 * (number % 2)
+        self._wait(lambda: words[_PUT] > number, what, timeout_s)
+        return self._at(words[place], words[place + 1])
+
+    def taken(self, number: int) -> None:
+        """Nothing of payload ``number`` is read any more."""
+        self._words[_TAKEN] = number + 1
+
+
+class SharedBoard(SharedMemory):
+    """The latest ids that were posted, by number: nobody waits for a reader.
+
+    A reader must be so early that a number is not overwritten, which ``depth`` later ones do.
+    """
+
+    def lay_out(self, depth: int, most_ids: int) -> None:
+        """Make room; the end that posts does, before the other one opens."""
+        start, _ = self._grow(depth * (1 + most_ids) * 8)
+        self._words[_SLOTS : _SLOTS + 3] = memoryview(
+            b"".join(n.to_bytes(8, sys.byteorder) for n in (start, depth, 1 + most_ids))
+        ).cast("Q")
+
+    def post(self, number: int, ids: Tensor) -> None:
+        """Post ``ids`` int64 [at most most_ids] as ``number``; numbers come in order."""
+        slot = self._slot(number)
+        slot[1 : 1 + len(ids)] = ids
+        slot[0] = len(ids)
+        self._words[_PUT] = number + 1
+
+    def read(self, number: int, what: str, timeout_s: float) -> Tensor:
+        """The ids of ``number``, once they have been posted."""
+        words = self._words
+        self._wait(lambda: words[_PUT] > number, what, timeout_s)
+        slot = self._slot(number)
+        return slot[1 : 1 + int(slot[0])].clone()
+
+    def _slot(self, number: int) -> Tensor:
+        start, depth, width = self._words[_SLOTS : _SLOTS + 3]
+        place = start + number % depth * width * 8
+        return self._at(place, width * 8).view(torch.int64)
