@@ -6,6 +6,7 @@ token pass through torchrun's own store.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import os
@@ -45,6 +46,7 @@ _BACKLOG = 64  # Strangers must not keep ranks out.
 _KEY = "layline/control"
 _VERDICT_S = 2.0
 _LAST_WORDS_S = 5.0
+_LAST_STEP_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,11 @@ def lead(
     store = meet(world)
     control = Control(world)
     store.set(_KEY, control.invitation)
+    own: list[threading.Thread] = []
 
     def open_ranks() -> Iterator[RankLink]:
         ours, theirs = socket.socketpair()
-        _serve_in_thread(theirs, store)
+        own.append(_serve_in_thread(theirs, store))
         socks = {0: ours, **control.accept()}
         for rank, sock in sorted(socks.items()):
             # torchrun numbers one machine's ranks in a row, and starts all of them itself.
@@ -141,6 +144,7 @@ def lead(
     threads = threads_of_rank(engine.threads, world.local_size)
     supervisor = Supervisor(open_ranks)
     _speak_when_terminated(supervisor)
+    atexit.register(_end_before_exit, supervisor, own)
     executor = RemoteExecutor(supervisor, topology, times)
     executor.start(
         [
@@ -304,11 +308,18 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def _end_before_exit(supervisor: Supervisor, own: list[threading.Thread]) -> None:
+    """Wait for this process's own rank: what comes out of torch during the exit aborts it."""
+    supervisor.close()
+    for thread in own:
+        thread.join(_LAST_STEP_S)
+
+
 def _processes(count: int) -> str:
     return f"{count} process{'' if count == 1 else 'es'}"
 
 
-def _serve_in_thread(sock: socket.socket, store: Any) -> None:
+def _serve_in_thread(sock: socket.socket, store: Any) -> threading.Thread:
     from layline.comm.world import close_world
     from layline.engine.wire import Connection, Hello
     from layline.engine.worker import serve
@@ -318,4 +329,6 @@ def _serve_in_thread(sock: socket.socket, store: Any) -> None:
             serve(Connection(sock), Hello(0), owns_process=False, store=store)
             close_world()
 
-    threading.Thread(target=run, name="layline-rank-0", daemon=True).start()
+    thread = threading.Thread(target=run, name="layline-rank-0", daemon=True)
+    thread.start()
+    return thread
