@@ -323,6 +323,14 @@ def elastic_environment() -> tuple[int, int, int, int, str] | None:
     return (rank, size, local_rank, local_size, address) if size > 1 else None
 
 
+def agent_store_environment() -> tuple[str, int] | None:
+    """Where torchrun itself keeps the store through which its processes meet, if it does."""
+    port = os.environ.get("MASTER_PORT", "")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not port.isdecimal():
+        return None
+    return os.environ.get("MASTER_ADDR", LOOPBACK), int(port)
+
+
 def door_environment() -> Mapping[str, str]:
     """The variables of this process as they are at each look: doors may change during a run."""
     return os.environ

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import distributed
 
 from layline.comm.collectives import Channel, TorchGroup
+from layline.comm.interfaces import interface_towards
 from layline.config import LOOPBACK
 from layline.errors import CollectiveError
 from layline.topology import GroupName, Topology
@@ -33,8 +33,8 @@ def open_world(
 ) -> None:
     """Join the other ranks at ``store``. Every rank calls this once, before :func:`make_groups`.
 
-    The backend follows ``device``: gloo for "cpu", NCCL for "cuda:N". Connections are on the
-    loopback interface when ``host`` is. ``timeout_s`` bounds the wait here.
+    The backend follows ``device``: gloo for "cpu", NCCL for "cuda:N". gloo's connections are on
+    the interface that leads to ``host``, an address. ``timeout_s`` bounds the wait here.
 
     Raises CollectiveError when the others do not come in time.
     """
@@ -145,16 +145,17 @@ def _every_group(topology: Topology, names: Collection[GroupName]) -> Iterator[t
 
 @contextlib.contextmanager
 def _interface_of(host: str) -> Iterator[None]:
-    """Let gloo listen on the loopback interface while groups are made, if that is where we meet.
+    """Let gloo listen, while groups are made, on the interface that leads to where we meet.
 
-    gloo takes the interface from the environment alone. A user's own choice is left as it is.
+    By itself it listens where this machine's name points, which on many is the loopback interface.
+    It takes the interface from the environment alone. A user's own choice is left as it is.
     """
     key = "GLOO_SOCKET_IFNAME"
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if host not in (LOOPBACK, "localhost", "::1") or key in os.environ or not loopback:
+    interface = None if key in os.environ else interface_towards(host)
+    if interface is None:
         yield
         return
-    os.environ[key] = loopback[0]
+    os.environ[key] = interface
     try:
         yield
     finally:

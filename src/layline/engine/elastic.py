@@ -6,6 +6,7 @@ token pass through torchrun's own store.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import os
@@ -16,10 +17,17 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from layline.config import LOOPBACK, EngineConfig, elastic_environment, threads_of_rank
+from layline.config import (
+    LOOPBACK,
+    EngineConfig,
+    agent_store_environment,
+    elastic_environment,
+    threads_of_rank,
+)
 from layline.engine.step_times import StepTimes
 from layline.errors import RunError, UsageError
 from layline.topology import Topology
@@ -31,11 +39,14 @@ if TYPE_CHECKING:
 
 JOIN_S = 300.0
 """How long processes of one world may take to come together."""
+REACH_S = 15.0
+"""How long to wait for a connection to what listens already."""
 _GREETING_S = 5.0
 _BACKLOG = 64  # Strangers must not keep ranks out.
 _KEY = "layline/control"
 _VERDICT_S = 2.0
 _LAST_WORDS_S = 5.0
+_LAST_STEP_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -63,14 +74,17 @@ class World:
         needed = topology.world_size
         if needed == self.size:
             return
+        nodes = (
+            "--nnodes times --nproc-per-node to be" if self.spans_machines else "--nproc-per-node"
+        )
         if topology.pp > 1:
             raise UsageError(
                 f"pp_processes {topology.pp} with tp {topology.tp} needs {needed} processes, but "
-                f"torchrun started {self.size}; expected --nproc-per-node {needed}"
+                f"torchrun started {self.size}; expected {nodes} {needed}"
             )
         raise UsageError(
             f"tp {topology.tp} needs {_processes(needed)}, but torchrun started {self.size}; "
-            f"expected tp {self.size}, or --nproc-per-node {needed}"
+            f"expected tp {self.size}, or {nodes} {needed}"
         )
 
 
@@ -80,11 +94,22 @@ def joined_world() -> World | None:
     return None if found is None else World(*found)
 
 
-def meet() -> Any:
-    """The store that all processes of the world share."""
+def meet(world: World) -> Any:
+    """The store that all processes of the world share. Raises RunError where it is not found."""
     from torch.distributed.rendezvous import rendezvous
 
-    return next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))[0]
+    place = agent_store_environment()
+    try:
+        if place is not None:
+            # It listened before torchrun started us: where it does not any more, torch would wait.
+            socket.create_connection(place, timeout=REACH_S).close()
+        return next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))[0]
+    except (RuntimeError, OSError) as error:
+        raise RunError(
+            f"rank {world.rank} cannot reach torchrun's store at {world.address}: "
+            f"{_first_line(error)}; expected a torchrun that still runs on rank 0's machine, and "
+            "an address that leads there"
+        ) from error
 
 
 def lead(
@@ -101,13 +126,14 @@ def lead(
     from layline.engine.wire import Start
 
     topology = engine.topology()
-    store = meet()
+    store = meet(world)
     control = Control(world)
     store.set(_KEY, control.invitation)
+    own: list[threading.Thread] = []
 
     def open_ranks() -> Iterator[RankLink]:
         ours, theirs = socket.socketpair()
-        _serve_in_thread(theirs, store)
+        own.append(_serve_in_thread(theirs, store))
         socks = {0: ours, **control.accept()}
         for rank, sock in sorted(socks.items()):
             # torchrun numbers one machine's ranks in a row, and starts all of them itself.
@@ -118,6 +144,7 @@ def lead(
     threads = threads_of_rank(engine.threads, world.local_size)
     supervisor = Supervisor(open_ranks)
     _speak_when_terminated(supervisor)
+    atexit.register(_end_before_exit, supervisor, own)
     executor = RemoteExecutor(supervisor, topology, times)
     executor.start(
         [
@@ -141,31 +168,64 @@ def follow(world: World) -> int:
     """Be one of the other ranks until rank 0 is done. Returns the exit status it gave."""
     from layline.comm.world import close_world
     from layline.engine.wire import Connection, Hello
-    from layline.engine.worker import serve
+    from layline.engine.worker import LOST, say, serve
 
-    store = meet()
-    host, port, token = store.get(_KEY).decode().split()
+    store = meet(world)
     try:
-        sock = socket.create_connection((host, int(port)), timeout=JOIN_S)
+        host, port, token = store.get(_KEY).decode().split()
+    except (RuntimeError, OSError) as error:
+        raise RunError(
+            f"rank {world.rank} waited in vain for rank 0 at {world.address}, which drives the "
+            f"run: {_first_line(error)}"
+        ) from error
+    try:
+        sock = socket.create_connection((host, int(port)), timeout=REACH_S)
     except OSError as error:
         raise RunError(f"rank {world.rank} cannot reach rank 0 at {host}:{port}: {error}") from None
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _notice_silence(sock)
     sock.sendall(f"{token} {world.rank:8}".encode())
-    status = serve(Connection(sock), Hello(world.rank, os.getpid()), owns_process=True, store=store)
+    # On rank 0's machine it speaks for all; elsewhere one rank of each machine does.
+    words = ""
+    if world.local_rank == 0:
+        words = (
+            f"rank {world.rank} is done: rank 0 at {host}, which drives the run, has ended it or "
+            "cannot be reached"
+        )
+    status = serve(
+        Connection(sock),
+        Hello(world.rank, os.getpid()),
+        owns_process=True,
+        store=store,
+        last_words=words,
+    )
+    if status == LOST:
+        say(words)
     close_world()
     return status
 
 
+def _notice_silence(sock: socket.socket) -> None:
+    """Let a connection end when the other machine no longer takes the heartbeats it is sent."""
+    from layline.engine.ranks import Limits
+
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if option is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, option, int(Limits().silence * 1000))
+
+
 class Control:
-    """Rank 0's listening socket, and who may connect to it."""
+    """Rank 0's listening socket, and who may connect to it.
+
+    Raises UsageError where MASTER_ADDR is no address at which other machines could reach it.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._token = secrets.token_hex(16)
-        self.host = world.address if world.spans_machines else LOOPBACK
-        self._listener = socket.create_server((self.host, 0), backlog=_BACKLOG + world.size)
-        port = self._listener.getsockname()[1]
+        self._listener = _listen(world)
+        self.host, port = self._listener.getsockname()[:2]
         self.invitation = f"{self.host} {port} {self._token}"
 
     def accept(self) -> dict[int, socket.socket]:
@@ -207,6 +267,22 @@ class Control:
         return int(rank)
 
 
+def _listen(world: World) -> socket.socket:
+    name = world.address if world.spans_machines else LOOPBACK
+    expected = "expected an address of rank 0's machine on the network, as torchrun --master-addr"
+    try:
+        family, _, _, _, place = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        address = str(place[0])
+        # A number is the same to all, so they are on one machine; a name can mean different ones.
+        if name not in (address, "localhost") and ip_address(address).is_loopback:
+            raise UsageError(f"MASTER_ADDR {name!r} is {address} on its own machine; {expected}")
+        return socket.create_server((address, 0), family=family, backlog=_BACKLOG + world.size)
+    except OSError as error:
+        raise UsageError(
+            f"rank 0 cannot listen at MASTER_ADDR {name!r}: {error.strerror}; {expected}"
+        ) from None
+
+
 def _speak_when_terminated(supervisor: Supervisor) -> None:
     """Let SIGTERM raise the run's failure in the main thread, where there is one.
 
@@ -228,11 +304,22 @@ def _speak_when_terminated(supervisor: Supervisor) -> None:
         signal.signal(signal.SIGTERM, handle)
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _end_before_exit(supervisor: Supervisor, own: list[threading.Thread]) -> None:
+    """Wait for this process's own rank: what comes out of torch during the exit aborts it."""
+    supervisor.close()
+    for thread in own:
+        thread.join(_LAST_STEP_S)
+
+
 def _processes(count: int) -> str:
     return f"{count} process{'' if count == 1 else 'es'}"
 
 
-def _serve_in_thread(sock: socket.socket, store: Any) -> None:
+def _serve_in_thread(sock: socket.socket, store: Any) -> threading.Thread:
     from layline.comm.world import close_world
     from layline.engine.wire import Connection, Hello
     from layline.engine.worker import serve
@@ -242,4 +329,6 @@ def _serve_in_thread(sock: socket.socket, store: Any) -> None:
             serve(Connection(sock), Hello(0), owns_process=False, store=store)
             close_world()
 
-    threading.Thread(target=run, name="layline-rank-0", daemon=True).start()
+    thread = threading.Thread(target=run, name="layline-rank-0", daemon=True)
+    thread.start()
+    return thread

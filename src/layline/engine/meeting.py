@@ -29,8 +29,8 @@ def join_groups(
     """This rank's ends of the mesh's groups. Every rank must call it.
 
     Ranks meet through ``store`` under torchrun, and otherwise through the file ``meeting``. Their
-    connections are on the loopback interface when ``host`` is. Without ``verified_calls`` they
-    compare every call.
+    connections are on the interface that leads to the address ``host``. Without ``verified_calls``
+    they compare every call.
     """
     _open(topology, device, host, meeting, store)
     return make_groups(

@@ -6,6 +6,7 @@ process that is there already. Imports of torch happen after the heartbeat has b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -34,12 +35,14 @@ class Heart(threading.Thread):
 
     A step may be stuck in a collective then, so nothing but the end of the process helps;
     ``owns_process`` False leaves that to whoever runs the rank inside a process of their own.
+    ``last_words`` are said before.
     """
 
-    def __init__(self, connection: Connection, *, owns_process: bool) -> None:
+    def __init__(self, connection: Connection, *, owns_process: bool, last_words: str = "") -> None:
         super().__init__(name="layline-heart", daemon=True)
         self._connection = connection
         self._owns_process = owns_process
+        self._last_words = last_words
         self._over = threading.Event()
 
     def run(self) -> None:
@@ -55,6 +58,7 @@ class Heart(threading.Thread):
             if gone:
                 # What was sent before the end is still read: a stop carries the exit status.
                 if not self._over.wait(BEAT_S) and self._owns_process:
+                    say(self._last_words)
                     os._exit(LOST)
                 return
 
@@ -63,9 +67,19 @@ class Heart(threading.Thread):
         self._over.set()
 
 
-def serve(connection: Connection, hello: Hello, *, owns_process: bool, store: Any = None) -> int:
-    """Be a rank until told to stop. Returns the exit status."""
-    heart = Heart(connection, owns_process=owns_process)
+def serve(
+    connection: Connection,
+    hello: Hello,
+    *,
+    owns_process: bool,
+    store: Any = None,
+    last_words: str = "",
+) -> int:
+    """Be a rank until told to stop. Returns the exit status.
+
+    ``last_words`` are said where the process has to end for want of its driver.
+    """
+    heart = Heart(connection, owns_process=owns_process, last_words=last_words)
     heart.start()
     try:
         # The driver allows it more time than a step.
@@ -113,6 +127,13 @@ def report(connection: Connection, error: Exception) -> None:
             pass
     except (OSError, WireError):
         return
+
+
+def say(words: str) -> None:
+    """A line on stderr, where there is something to say and somebody to read it."""
+    if words:
+        with contextlib.suppress(OSError):
+            os.write(2, f"layline: {words}\n".encode())
 
 
 def die_with(parent: int) -> None:

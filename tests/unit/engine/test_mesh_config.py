@@ -11,11 +11,11 @@ import pytest
 
 from layline.config import EngineConfig, default_threads, elastic_environment, threads_of_rank
 from layline.engine.balance import SampleRow
-from layline.engine.elastic import Control, World
+from layline.engine.elastic import Control, World, meet
 from layline.engine.executor import RowSpec, SamplingRows
 from layline.engine.launch import launch
 from layline.engine.step import RankStep
-from layline.errors import UsageError
+from layline.errors import RunError, UsageError
 from layline.layers.spans import SequenceSpan
 from layline.sampling import SamplingParams
 from support.tiny import save_tiny
@@ -158,6 +158,8 @@ def test_a_world_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert elastic_environment() is None
     with pytest.raises(UsageError, match="tp 2 needs 2 processes, but torchrun started 3"):
         World(0, 3, 0, 3).check(EngineConfig(tp=2).topology())
+    with pytest.raises(UsageError, match=r"tp 4, or --nnodes times --nproc-per-node to be 2$"):
+        World(0, 4, 0, 2).check(EngineConfig(tp=2).topology())
     World(0, 2, 0, 2).check(EngineConfig(tp=2, attn_dp=2).topology())
 
 
@@ -218,3 +220,24 @@ def test_only_ranks_with_the_token_are_let_in() -> None:
         sock.close()
     with pytest.raises(OSError, match="refused"):
         greet(address, b"")
+
+
+def test_rank_0_listens_where_other_machines_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Control(World(0, 2, 0, 1, "127.0.0.1")).host == "127.0.0.1", "both are on this machine"
+    assert Control(World(0, 2, 0, 2, "203.0.113.9")).host == "127.0.0.1"
+    with pytest.raises(UsageError, match=r"cannot listen at MASTER_ADDR '203.0.113.9': Cannot as"):
+        Control(World(0, 2, 0, 1, "203.0.113.9"))
+    here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: here)
+    with pytest.raises(UsageError, match=r"MASTER_ADDR 'node0' is 127.0.1.1 on its own machine; "):
+        Control(World(0, 2, 0, 1, "node0"))
+
+
+def test_a_torchrun_that_has_ended_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(RunError, match=r"^rank 1 cannot reach torchrun's store at 127.0.0.1: "):
+        meet(World(1, 2, 0, 1, "127.0.0.1"))
