@@ -19,7 +19,7 @@ from layline.engine.reading import Reading
 from layline.engine.runner import Runner
 from layline.engine.step import MeshStep
 from layline.engine.step_times import PassTimes, joined_passes
-from layline.errors import RunError
+from layline.errors import CollectiveError, RunError
 from layline.layers.forward_batch import ForwardBatch
 from layline.layers.sampler import Sampler
 from layline.pipeline.payload import Payload, room_for
@@ -102,6 +102,9 @@ class ModelStage:
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
+        except CollectiveError as error:
+            # Perhaps another rank's end is why: whoever supervises them tells by the class.
+            raise CollectiveError(f"pipeline stage {self._index} failed: {error}") from error
         except Exception as error:
             words = " ".join(f"{type(error).__name__}: {error}".split())
             raise RunError(f"pipeline stage {self._index} failed: {words}") from error
