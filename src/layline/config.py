@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from layline.cores import usable_cores
 from layline.errors import UsageError, one_of
 from layline.topology import Topology
 
@@ -340,28 +341,6 @@ def api_keys_environment() -> list[str]:
     """The keys in LAYLINE_API_KEYS, separated by commas."""
     keys = os.environ.get("LAYLINE_API_KEYS", "").split(",")
     return [key.strip() for key in keys if key.strip()]
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
-def cores_of_rank(rank: int, local_ranks: int, threads: int) -> list[int]:
-    """The cores of a rank whose threads take its whole share of those this process may run on.
-
-    None of them where ranks have fewer threads or more: others may be meant to use the rest, and
-    the system divides them better.
-    """
-    try:
-        cores = sorted(os.sched_getaffinity(0))
-    except AttributeError:
-        return []
-    share = len(cores) // local_ranks
-    return cores[rank * share : (rank + 1) * share] if share == threads else []
 
 
 def _require_positive(name: str, value: int | None, most: int | None = None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layline.cli.output import size_text
-from layline.config import usable_cores
+from layline.cores import usable_cores
 from layline.errors import LaylineError
 
 REQUIRED = ("torch", "numpy", "tokenizers", "safetensors", "jinja2", "typer", "rich")

@@ -20,10 +20,10 @@ from layline.config import (
     AUTO_SPLITS,
     LOOPBACK,
     EngineConfig,
-    cores_of_rank,
     door_environment,
     threads_of_rank,
 )
+from layline.cores import CoreKeeper, allowed_cores, cores_of_rank
 from layline.engine.executor import Executor
 from layline.engine.facts import ServedModel, open_model
 from layline.engine.remote import RemoteExecutor
@@ -161,7 +161,11 @@ def spawn(
                 title = rank_title(topology.at(rank), stages_of(pipeline, topology.at(rank)))
                 yield RankLink(rank, title, ours, process, log)
 
-    executor = RemoteExecutor(Supervisor(open_ranks), topology, times)
+    # When a step's tokens are handed out the last stage is done with it, and the first one may
+    # begin another: so they are handed out on the last one's cores.
+    cores = [cores_of_rank(rank, ranks, threads) if binds else [] for rank in range(ranks)]
+    keeper = CoreKeeper(cores[-1], allowed_cores()) if binds else None
+    executor = RemoteExecutor(Supervisor(open_ranks, keeper=keeper), topology, times)
     executor.start(
         [
             Start(
@@ -173,7 +177,7 @@ def spawn(
                 device=rank,
                 local_ranks=ranks,
                 pipeline=pipeline,
-                cores=cores_of_rank(rank, ranks, threads) if binds else [],
+                cores=cores[rank],
             )
             for rank in range(ranks)
         ]

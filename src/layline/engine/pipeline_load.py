@@ -34,9 +34,8 @@ from layline.weights.checkpoint import Checkpoint
 class StagePlan:
     """Which layers each stage of a run has, where it is, and which of them this process has.
 
-    ``num_threads`` are the process's, None for all of the run, and ``cores`` what they keep to, if
-    anything; ``local_ranks`` processes share the machine. Not ``sharded``, all weights are on the
-    primary device.
+    ``num_threads`` are the process's, None for all of the run; ``local_ranks`` processes share the
+    machine. Not ``sharded``, all weights are on the primary device.
     """
 
     engine: EngineConfig
@@ -45,7 +44,6 @@ class StagePlan:
     placement: Placement
     process: int = 0
     num_threads: int | None = None
-    cores: tuple[int, ...] = ()
     local_ranks: int = 1
     sharded: bool = True
 
@@ -145,7 +143,6 @@ def stage_homes(
                 f"stage {index}",
                 plan.placement.devices[index],
                 num_threads=plan.threads,
-                cores=plan.cores,
             ),
             ModelStage(index, stage.runner),
             weights_on=plan.weights_on(index),

@@ -13,8 +13,9 @@ from layline.boundary.mesh import Mesh, MeshSpec, make_mesh
 from layline.comm.groups import Groups
 from layline.comm.recording import Recorder, Timing, record_groups
 from layline.config import EngineConfig
+from layline.cores import CoreKeeper, allowed_cores
 from layline.engine.facts import ModelFacts, resolve
-from layline.engine.meeting import VERIFIED_CALLS, join_groups, join_stages
+from layline.engine.meeting import VERIFIED_CALLS, StageGroups, join_groups, join_stages
 from layline.engine.model import load_draft, load_part, resolve_device
 from layline.engine.pipeline_load import StagePlan, load_stages
 from layline.engine.rank import Rank, RankModel
@@ -33,6 +34,8 @@ LOG = logging.getLogger("layline.engine")
 def load_rank(start: Start, store: Any = None) -> Rank:
     """Join the mesh and load this rank's weights. Every rank must call it."""
     engine = EngineConfig(**start.engine)
+    keeper = CoreKeeper(start.cores, allowed_cores())
+    keeper.keep(True)  # And so do threads that are born from here on.
     torch.set_num_threads(start.threads)
     recorder = Recorder(Timing.SYNCHRONISED) if engine.record_collectives else None
     checkpoint = open_checkpoint(engine.model, seed=engine.seed)
@@ -43,7 +46,8 @@ def load_rank(start: Start, store: Any = None) -> Rank:
             model = _load_whole(start, facts, checkpoint, store, recorder)
         else:
             plan = _stage_plan(start, start.pipeline, facts)
-            model = _load_stages(start, plan, facts.spec.topology, checkpoint, store, recorder)
+            ends = _join_stages(start, plan, facts.spec.topology, store, recorder)
+            model = _load_stages(plan, ends, checkpoint, recorder, keeper)
     finally:
         checkpoint.close()
     return Rank(engine, model, recorder)
@@ -67,15 +71,10 @@ def _load_whole(
     return WholeModel(engine, loaded, start.local_ranks)
 
 
-def _load_stages(
-    start: Start,
-    plan: StagePlan,
-    topology: Topology,
-    checkpoint: Checkpoint,
-    store: Any,
-    recorder: Recorder | None,
-) -> StagedModel:
-    ends = join_stages(
+def _join_stages(
+    start: Start, plan: StagePlan, topology: Topology, store: Any, recorder: Recorder | None
+) -> StageGroups:
+    return join_stages(
         topology,
         plan.most_stages,
         plan.device(plan.stages.start),
@@ -84,11 +83,20 @@ def _load_stages(
         store=store,
         verified_calls=_verified_calls(recorder),
     )
+
+
+def _load_stages(
+    plan: StagePlan,
+    ends: StageGroups,
+    checkpoint: Checkpoint,
+    recorder: Recorder | None,
+    keeper: CoreKeeper,
+) -> StagedModel:
     of_stages = ends.of_stages[: len(plan.stages)]
     meshes = [_mesh(plan.facts.spec, groups, recorder) for groups in of_stages]
     doors = Doors(os.environ, PipelineFlags(), LOG.warning)
     stages = load_stages(plan, checkpoint, meshes)
-    return StagedModel(plan, stages, ends, shares=doors.shared_memory)
+    return StagedModel(plan, stages, ends, keeper=keeper, shares=doors.shared_memory)
 
 
 def _stage_plan(start: Start, pipeline: Pipeline, facts: ModelFacts) -> StagePlan:
@@ -101,7 +109,6 @@ def _stage_plan(start: Start, pipeline: Pipeline, facts: ModelFacts) -> StagePla
         Placement(tuple(pipeline.devices), tuple(pipeline.processes)),
         process=topology.coordinates.pp,
         num_threads=start.threads,
-        cores=tuple(start.cores),
         local_ranks=start.local_ranks,
     )
 

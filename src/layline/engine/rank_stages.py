@@ -8,13 +8,13 @@ and to the first process the ids that a step goes on from before the driver know
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import msgspec
 
+from layline.cores import CoreKeeper
 from layline.engine.executor import SamplingRows
 from layline.engine.meeting import PATIENCE_S, Neighbour, StageGroups
 from layline.engine.model import LoadedModel
@@ -31,7 +31,7 @@ from layline.engine.stage_program import (
     score_step,
     waits_of,
 )
-from layline.engine.step_codec import StepDecoder
+from layline.engine.step_codec import StepDecoder, in_series
 from layline.engine.wire import Step, Tokens
 from layline.errors import RunError
 from layline.layers.sampler import Sampler
@@ -44,11 +44,6 @@ from layline.pipeline.streams import make_streams
 from layline.pipeline.transport import CutOptions
 
 CLOSE_S = 1.0
-SWITCH_S = 1e-4
-"""How long a thread here may keep the interpreter from another one, in seconds.
-
-The link's threads have microseconds of work each, and a neighbour that waits for it.
-"""
 
 
 class StagedModel:
@@ -62,9 +57,14 @@ class StagedModel:
         stages: Sequence[LoadedModel],
         ends: StageGroups,
         *,
+        keeper: CoreKeeper,
         shares: bool = True,
     ) -> None:
-        """``shares`` False has neighbours on this machine exchange messages all the same."""
+        """``keeper`` places the threads beside the stages'.
+
+        ``shares`` False has neighbours on this machine exchange messages all the same.
+        """
+        self._keeper = keeper
         here = plan.facts.spec.topology.coordinates
         self._plan = plan
         self._stages = tuple(stages)
@@ -72,7 +72,6 @@ class StagedModel:
         self._leads = here.attn_cp == 0 and here.attn_tp == 0
         self._steps = StepDecoder()
         self._sampler = Sampler()
-        sys.setswitchinterval(SWITCH_S)
         self._streams = streams = make_streams(plan.engine.device)
         options = CutOptions(PATIENCE_S)
         homes = stage_homes(plan, stages, streams)
@@ -123,8 +122,9 @@ class StagedModel:
 
     def step(self, message: Step, rows: SamplingRows) -> Answer:
         """See RankModel."""
-        self._await_turn(message)
         step, sampled = self._steps.decode(message)
+        takes_turns = in_series(message.number, message.before, step)
+        self._keeper.keep(takes_turns)
         part = step.parts[self._attn_dp]
         before = self._latest.get(message.before) if part.num_fed else None
         finish: Finish = partial(score_step, step)
@@ -139,17 +139,7 @@ class StagedModel:
         self._latest[message.number] = pending
         if len(self._latest) > self._plan.num_stages + 1:
             del self._latest[next(iter(self._latest))]
-        return partial(self._answer, message.number, staged, pending)
-
-    def _await_turn(self, message: Step) -> None:
-        """Wait until the stages here have done with what the step goes on from.
-
-        It could not begin before, and making it ready would take the interpreter from them.
-        """
-        before = self._latest.get(message.before)
-        token_ids = message.parts[self._attn_dp].token_ids
-        if before is not None and min(token_ids, default=0) < 0:
-            before.wait(PATIENCE_S)
+        return partial(self._answer, message.number, staged, pending, takes_turns)
 
     def close(self) -> None:
         """See RankModel."""
@@ -193,7 +183,10 @@ class StagedModel:
                 waits[stage] = waits.get(stage, 0.0) + link.waited_s
         return sorted(waits.items())
 
-    def _answer(self, number: int, staged: StagedStep, pending: PendingResult) -> Tokens | None:
+    def _answer(
+        self, number: int, staged: StagedStep, pending: PendingResult, takes_turns: bool
+    ) -> Tokens | None:
+        self._keeper.keep(takes_turns)
         found = pending.wait(PATIENCE_S)
         if not self._leads:
             return None

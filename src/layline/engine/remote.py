@@ -15,7 +15,7 @@ from layline.engine.executor import Launched, MemoryUse, RowSpec
 from layline.engine.outcome import FailedRow, Outcome, StepResult
 from layline.engine.reading import Reading, RowRead
 from layline.engine.step import MeshStep
-from layline.engine.step_codec import StepEncoder
+from layline.engine.step_codec import StepEncoder, in_series
 from layline.engine.step_times import OverlapCount, StepTimes, joined_passes
 from layline.engine.supervisor import Supervisor
 from layline.errors import LaylineError, RunError
@@ -51,6 +51,7 @@ class RemoteExecutor:
         self._overlap = OverlapCount()
         self._steps = StepEncoder()
         self._number = 0
+        self._in_series = False
         self._collected_at = 0.0
         self._weight_bytes = 0
         self._cache_bytes = 0
@@ -115,7 +116,9 @@ class RemoteExecutor:
         """See Executor. Ranks find the step in their connection when they are done with others."""
         self._times.use.launched(alone=before is None)
         fed = before.number if isinstance(before, _RemoteStep) else 0
-        return self._post(step, rows, before=fed)
+        launched = self._post(step, rows, before=fed)
+        self._in_series = in_series(launched.number, fed, step)
+        return launched
 
     def draft(self, step: MeshStep, rows: Sequence[Sequence[SampleRow]], /) -> StepResult:
         """See Executor."""
@@ -152,7 +155,9 @@ class RemoteExecutor:
         return _RemoteStep(self._number, perf_counter(), step)
 
     def _replies(self, launched: _RemoteStep) -> tuple[StepResult, list[wire.Tokens]]:
-        replies = self._supervisor.collect((wire.Tokens,), self._answering, launched.number)
+        replies = self._supervisor.collect(
+            (wire.Tokens,), self._answering, launched.number, kept=self._in_series
+        )
         leaders = replies[-len(self._leaders) :]
         pairs = zip(launched.step.parts, leaders, strict=True)
         result = StepResult(

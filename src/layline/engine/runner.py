@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import torch
 from layline.boundary.layout import BatchVariant
 from layline.boundary.mesh import Mesh
 from layline.boundary.rows import kind_of, rank_rows
-from layline.engine.input_ids import InputIds
+from layline.engine.input_ids import InputIds, PlacedIds
 from layline.engine.outcome import FailedRow
 from layline.engine.pass_clock import PassClock
 from layline.engine.rank_part import RankPart, part_of
@@ -25,6 +26,14 @@ from layline.layers.spans import SequenceSpan
 from layline.layers.transfer import upload
 from layline.models.decoder import Decoder
 from layline.topology import GroupName, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a stage needs of a step itself: ``ids`` where it has the embedding."""
+
+    batch: ForwardBatch
+    ids: PlacedIds | None
 
 
 class Runner:
@@ -95,23 +104,28 @@ class Runner:
         step: MeshStep,
         entering: Mapping[str, torch.Tensor] | None,
         sampled: torch.Tensor | None = None,
-        batch: ForwardBatch | None = None,
+        prepared: Prepared | None = None,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """This pipeline stage's part of a step, as Decoder.run_stage gives it.
 
         ``entering`` is what the stage before returned; the first stage has None, and ``sampled`` as
-        :meth:`run`. ``batch`` is the step's, where it has been prepared.
+        :meth:`run`. ``prepared`` is what :meth:`prepare` made of the step before, if it did.
         """
-        if batch is None:
-            batch = self.prepare(step)
-        ids: torch.Tensor | Mapping[str, torch.Tensor]
-        ids = self.feed(self._part(step).token_ids, sampled) if entering is None else entering
+        ready = prepared or self.prepare(step)
+        entry: torch.Tensor | Mapping[str, torch.Tensor]
+        if entering is None:
+            assert ready.ids is not None, "the first stage has the embedding"
+            entry = self._ids.fill(ready.ids, sampled)
+        else:
+            entry = entering
         self.clock.lap("prepare")
-        return self.model.run_stage(ids, batch)
+        return self.model.run_stage(entry, ready.batch)
 
-    def prepare(self, step: MeshStep) -> ForwardBatch:
-        """All that layers need to know of a step beside what enters them."""
-        return self._batch(step, self._part(step))
+    def prepare(self, step: MeshStep) -> Prepared:
+        """All that this stage needs of a step beside what enters it."""
+        part = self._part(step)
+        ids = self._ids.prepare(part.token_ids) if self.model.part.is_first else None
+        return Prepared(self._batch(step, part), ids)
 
     def feed(self, token_ids: Sequence[int], sampled: torch.Tensor | None) -> torch.Tensor:
         """Ids [tokens] for the embedding; see InputIds."""

@@ -397,21 +397,23 @@ class Scheduler:
         return entries, token_ids
 
     def _microbatch(self, ready: list[Request]) -> list[Request]:
-        """A stage's share of those that decode, none of whose tokens is under way.
+        """A stage's share of those that decode.
 
-        Without any, of those whose only one is in the oldest step: the last stage is done with it
-        first.
+        While stages have no step those go first whose tokens are all known. Else, and without any,
+        those do whose only unknown one is in the oldest step, which the last stage is done with
+        first: others fill their step up, so that there are not more microbatches than stages.
         """
         share = -(-len(ready) // self._num_stages)
-        found = [request for request in ready if not request.num_pending]
-        if not found:
-            oldest = self._ended + 1
-            found = [
-                request
-                for request in ready
-                if request.num_pending == 1 and request.pending_step == oldest
-            ]
-        return found[:share]
+        known = [request for request in ready if not request.num_pending]
+        if known and self._begun - self._ended < self._num_stages:
+            return known[:share]
+        oldest = self._ended + 1
+        found = [
+            request
+            for request in ready
+            if request.num_pending == 1 and request.pending_step == oldest
+        ]
+        return [*found, *known][:share] if found else []
 
     def _grow(self, ready: list[Request]) -> list[Request]:
         """Give a block to each request that has filled its last; those of ``ready`` that go on."""

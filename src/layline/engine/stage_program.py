@@ -16,11 +16,10 @@ from layline.engine.executor import Crossed, TakenRows
 from layline.engine.outcome import FailedRow
 from layline.engine.pass_clock import TimedPass
 from layline.engine.reading import Reading
-from layline.engine.runner import Runner
+from layline.engine.runner import Prepared, Runner
 from layline.engine.step import MeshStep
 from layline.engine.step_times import PassTimes, joined_passes
 from layline.errors import CollectiveError, RunError
-from layline.layers.forward_batch import ForwardBatch
 from layline.layers.sampler import Sampler
 from layline.pipeline.payload import Payload, room_for
 from layline.pipeline.readback import PendingResult
@@ -45,13 +44,13 @@ class StagePass:
 class StagedStep:
     """One step for all stages.
 
-    By a stage's number ``prepared`` gets its batch, ``passes`` what it took, and ``crossed`` what
+    By a stage's number ``prepared`` gets its own, ``passes`` what it took, and ``crossed`` what
     it handed on.
     """
 
     step: MeshStep
     finish: Finish
-    prepared: dict[int, tuple[MeshStep, ForwardBatch]] = field(default_factory=dict)
+    prepared: dict[int, tuple[MeshStep, Prepared]] = field(default_factory=dict)
     crossed: dict[int, tuple[Crossed, ...]] = field(default_factory=dict)
     passes: dict[int, StagePass] = field(default_factory=dict)
 
@@ -113,13 +112,13 @@ class ModelStage:
         begin = perf_counter()
         clock = self._runner.clock
         clock.start()
-        prepared, batch = step.prepared.pop(self._index, (None, None))
-        if prepared is not step.step:
-            batch = None
+        of, prepared = step.prepared.pop(self._index, (None, None))
+        if of is not step.step:
+            prepared = None
         sampled = None
         if self._runner.model.part.is_first and entering is not None:
             sampled, entering = entering[SAMPLED], None
-        crossing = self._runner.walk(step.step, entering, sampled, batch)
+        crossing = self._runner.walk(step.step, entering, sampled, prepared)
         if isinstance(crossing, torch.Tensor):
             result = step.finish(self._runner, crossing)
         else:

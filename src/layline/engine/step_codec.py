@@ -124,3 +124,8 @@ class StepDecoder:
         )
         reads = tuple(RowRead(*read[:3], tuple(read[3]), *read[4:]) for read in part.reads)
         return RankStep(part.num_decode, spans, tuple(part.token_ids), tuple(part.samples), reads)
+
+
+def in_series(number: int, before: int, step: MeshStep) -> bool:
+    """Whether step ``number`` goes on from the one right before it: stages take turns then."""
+    return before == number - 1 and any(part.num_fed for part in step.parts)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
+from layline.cores import CoreKeeper
 from layline.engine.ranks import Limits, RankLink, Sign
 from layline.engine.wire import Beat, Failed, Hello, Stop, ToRank, WireError, frame
 from layline.errors import CollectiveError, LaylineError, RunError, TransferError
@@ -33,15 +34,19 @@ NEIGHBOURS_TOO = (CollectiveError, TransferError)
 class Supervisor:
     """Ranks that run elsewhere, from their start to their end.
 
-    ``open_ranks`` makes the links, in the watching thread.
+    ``open_ranks`` makes the links, in the watching thread. That thread and those that wait for
+    ranks are placed by ``keeper``, as :meth:`collect` says.
     """
 
     def __init__(
         self,
         open_ranks: Callable[[], Iterable[RankLink]],
         limits: Limits | None = None,
+        keeper: CoreKeeper | None = None,
     ) -> None:
         self._open_ranks = open_ranks
+        self._keeper = keeper
+        self._kept = False
         self._limits = limits or Limits()
         self._links: list[RankLink] = []
         self._inbox: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
@@ -67,12 +72,31 @@ class Supervisor:
         self._outbox.append((rank, frame(message)))
         self._wake()
 
-    def collect(self, kinds: tuple[type, ...], ranks: Sequence[int], number: int = -1) -> list[Any]:
+    def collect(
+        self,
+        kinds: tuple[type, ...],
+        ranks: Sequence[int],
+        number: int = -1,
+        *,
+        kept: bool = False,
+    ) -> list[Any]:
         """One message of ``kinds`` from each of ``ranks``, in that order; waits for them.
 
         With ``number``, those of that step; what comes of later steps is kept, also when the wait
         is interrupted, and what came of earlier ones is dropped. Raises the run's failure.
+
+        ``kept`` has this thread wait on the keeper's own cores, where it will go on first.
         """
+        self._kept = kept
+        if self._keeper is None or not kept:
+            return self._collect(kinds, ranks, number)
+        self._keeper.keep(True)
+        try:
+            return self._collect(kinds, ranks, number)
+        finally:
+            self._keeper.keep(False)
+
+    def _collect(self, kinds: tuple[type, ...], ranks: Sequence[int], number: int) -> list[Any]:
         found: dict[int, Any] = {}
         if number >= 0:
             self._steps = {step: kept for step, kept in self._steps.items() if step >= number}
@@ -179,6 +203,8 @@ class Supervisor:
         for link in self._links:
             link.heard_at = before
         while self._stop is None:
+            if self._keeper is not None:
+                self._keeper.keep(self._kept)
             self._turn(selector, _TICK_S)
             now = monotonic()
             # While this process itself was stopped, nobody could be heard.

@@ -40,7 +40,7 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
     ``engine`` are the fields of EngineConfig, ``meeting`` the file through which ranks find each
     other, or empty under torchrun; ``host`` is an address on the network that they share.
     ``device`` is the ordinal of the rank's device. ``pipeline`` is None where all layers are one
-    stage; ``cores`` are those that its stages' threads keep to, or none.
+    stage; ``cores`` are those that the rank keeps to, or none.
     """
 
     engine: dict[str, Any]

@@ -169,9 +169,7 @@ class CpuStreams(ClosedAfterwards):
         self._lanes = Lanes(controller or ThreadController(), self.log)
         self._finalizer = weakref.finalize(self, self._lanes.shut)
 
-    def stream(
-        self, name: str, ordinal: int = 0, *, num_threads: int = 1, cores: Sequence[int] = ()
-    ) -> CpuStream:
+    def stream(self, name: str, ordinal: int = 0, *, num_threads: int = 1) -> CpuStream:
         """See Streams.stream."""
         if name in self._lanes:
             raise UsageError(f"there is a stream {name!r} already; expected another name")
@@ -180,7 +178,7 @@ class CpuStreams(ClosedAfterwards):
                 f"stream {name!r} on device {ordinal} with {num_threads} threads; expected a "
                 "device from 0 and at least one thread"
             )
-        lane = self._lanes.add(name, StageDevice("cpu", ordinal), num_threads, tuple(cores))
+        lane = self._lanes.add(name, StageDevice("cpu", ordinal), num_threads)
         return CpuStream(lane, self._lanes, self)
 
     def event(self, name: str) -> CpuEvent:

@@ -146,9 +146,7 @@ class CudaStreams(ClosedAfterwards):
         self.log = AccessLog(recorder)
         self._streams: dict[str, CudaStream] = {}
 
-    def stream(
-        self, name: str, ordinal: int = 0, *, num_threads: int = 1, cores: Sequence[int] = ()
-    ) -> CudaStream:
+    def stream(self, name: str, ordinal: int = 0, *, num_threads: int = 1) -> CudaStream:
         """See Streams.stream."""
         count = torch.cuda.device_count()
         if not 0 <= ordinal < count:

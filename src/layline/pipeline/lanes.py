@@ -7,7 +7,6 @@ go on and the controller lets it, runs a task without the lock, and tells whoeve
 from __future__ import annotations
 
 import contextvars
-import os
 import threading
 import time
 from collections import deque
@@ -59,7 +58,6 @@ class Lane:
     """One stream's queue.
 
     Attributes:
-        cores: What its worker and torch's threads in it keep to, if anything.
         changed: Notified when its worker may have something to do.
         running: What its worker runs now, in words.
         error: What poisoned it.
@@ -71,7 +69,6 @@ class Lane:
     name: str
     device: StageDevice
     num_threads: int
-    cores: tuple[int, ...]
     changed: threading.Condition
     queue: deque[Item] = field(default_factory=deque)
     running: str | None = None
@@ -142,11 +139,9 @@ class Lanes:
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes.values())
 
-    def add(
-        self, name: str, device: StageDevice, num_threads: int, cores: tuple[int, ...] = ()
-    ) -> Lane:
+    def add(self, name: str, device: StageDevice, num_threads: int) -> Lane:
         """A new lane with its worker, whose threads are set when this returns."""
-        lane = Lane(name, device, num_threads, cores, threading.Condition(self.lock))
+        lane = Lane(name, device, num_threads, threading.Condition(self.lock))
         started = threading.Event()
         thread = threading.Thread(
             target=self._work, args=(lane, started), name=f"stream {name}", daemon=True
@@ -242,9 +237,6 @@ class Lanes:
     def _work(self, lane: Lane, started: threading.Event) -> None:
         import torch
 
-        if lane.cores:
-            # Of this thread alone, and of those of torch that it starts.
-            os.sched_setaffinity(0, lane.cores)
         # The first call settles the library's default in this thread, which would otherwise
         # replace the number below at some later call.
         torch.get_num_threads()

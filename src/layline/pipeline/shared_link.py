@@ -9,12 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from layline.pipeline.cells import Inlet
 from layline.pipeline.link_header import HEADER_BYTES, pack, unpack
 from layline.pipeline.payload import Payload, layout_of
 from layline.pipeline.process_link import LinkEnds
 from layline.pipeline.shared_memory import SharedSlots
 from layline.pipeline.stages import StageProgram
+
+Kind = tuple[str, torch.Size, torch.dtype]
 
 
 class SharedSender:
@@ -27,6 +32,8 @@ class SharedSender:
         self._slots = slots
         self._timeout_s = timeout_s
         self._sequence = 0
+        # By slot, what it is laid out for, and its tensors.
+        self._laid_out: list[tuple[list[Kind], list[Tensor]]] = [([], [])] * 2
 
     @property
     def waited_s(self) -> float:
@@ -36,14 +43,22 @@ class SharedSender:
     def put(self, payload: Payload) -> None:
         """Copy the payload into the next slot, once that is free."""
         number, self._sequence = self._sequence, self._sequence + 1
-        layout = layout_of(payload)
-        what = self._ends.sending(number)
-        slot = self._slots.room(number, HEADER_BYTES + layout.size, what, self._timeout_s)
-        slot[:HEADER_BYTES] = pack(self._ends.cut, number, layout)
-        body = slot[HEADER_BYTES:]
-        for part in layout.parts:
-            part.of(body).copy_(payload[part.name])
+        self._slots.await_room(number, self._ends.sending(number), self._timeout_s)
+        kinds = [(name, each.shape, each.dtype) for name, each in payload.items()]
+        known, targets = self._laid_out[number % 2]
+        if kinds != known:
+            targets = self._lay_out(number, payload)
+            self._laid_out[number % 2] = kinds, targets
+        for target, tensor in zip(targets, payload.values(), strict=True):
+            target.copy_(tensor)
         self._slots.put(number)
+
+    def _lay_out(self, number: int, payload: Payload) -> list[Tensor]:
+        layout = layout_of(payload)
+        slot = self._slots.renew(number, HEADER_BYTES + layout.size)
+        # A slot's layout outlives the payload, so it has no number.
+        slot[:HEADER_BYTES] = pack(self._ends.cut, 0, layout)
+        return [part.of(slot[HEADER_BYTES:]) for part in layout.parts]
 
     def close(self) -> None:
         """Let a wait for the other end fail."""
@@ -80,6 +95,8 @@ class SharedReceiver:
         self._slots = slots
         self._timeout_s = timeout_s
         self._sequence = 0
+        # By slot, the version that its tensors are of.
+        self._laid_out: list[tuple[int, Payload]] = [(0, {})] * 2
 
     @property
     def waited_s(self) -> float:
@@ -96,10 +113,13 @@ class SharedReceiver:
 
     def _take(self) -> Payload:
         number, self._sequence = self._sequence, self._sequence + 1
-        what = self._ends.receiving(number)
-        slot = self._slots.arrived(number, what, self._timeout_s)
-        layout = unpack(slot[:HEADER_BYTES], self._ends.cut, number)
-        body = slot[HEADER_BYTES:]
-        payload = {part.name: part.of(body).clone() for part in layout.parts}
+        version = self._slots.arrived(number, self._ends.receiving(number), self._timeout_s)
+        known, sources = self._laid_out[number % 2]
+        if version != known:
+            slot = self._slots.slot(number)
+            layout = unpack(slot[:HEADER_BYTES], self._ends.cut, 0)
+            sources = {part.name: part.of(slot[HEADER_BYTES:]) for part in layout.parts}
+            self._laid_out[number % 2] = version, sources
+        payload = {name: tensor.clone() for name, tensor in sources.items()}
         self._slots.taken(number)
         return payload

@@ -116,27 +116,37 @@ class SharedMemory:
 class SharedSlots(SharedMemory):
     """Two slots, used in turn: payload n is put once n - 1 were taken.
 
-    One that is too small gets new memory, which whoever takes finds by the place that was written
-    before the count.
+    One that is too small gets new memory, and what is in it may be laid out anew: then its version
+    is another, which whoever takes compares.
     """
 
-    def room(self, number: int, size: int, what: str, timeout_s: float) -> Tensor:
-        """Slot memory (uint8 [size]) for payload ``number``, once nobody reads it any more."""
-        words, place = self._words, _SLOTS + 2 * (number % 2)
+    def await_room(self, number: int, what: str, timeout_s: float) -> None:
+        """Wait until nobody reads the slot of payload ``number`` any more."""
+        words = self._words
         self._wait(lambda: number - words[_TAKEN] < 2, what, timeout_s)
+
+    def renew(self, number: int, size: int) -> Tensor:
+        """The free slot of payload ``number`` (uint8 [size]), to be laid out anew."""
+        words, place = self._words, _SLOTS + 3 * (number % 2)
         if words[place + 1] < size:
             words[place], words[place + 1] = self._grow(size)
+        words[place + 2] += 1
         return self._at(words[place], size)
 
     def put(self, number: int) -> None:
         """Payload ``number`` is in its slot."""
         self._words[_PUT] = number + 1
 
-    def arrived(self, number: int, what: str, timeout_s: float) -> Tensor:
-        """Payload ``number``'s whole slot, once it has been put."""
-        words, place = self._words, _SLOTS + 2 * (number % 2)
+    def arrived(self, number: int, what: str, timeout_s: float) -> int:
+        """Wait for payload ``number``; the version of its slot."""
+        words = self._words
         self._wait(lambda: words[_PUT] > number, what, timeout_s)
-        return self._at(words[place], words[place + 1])
+        return words[_SLOTS + 3 * (number % 2) + 2]
+
+    def slot(self, number: int) -> Tensor:
+        """The whole slot of payload ``number``, uint8."""
+        place = _SLOTS + 3 * (number % 2)
+        return self._at(self._words[place], self._words[place + 1])
 
     def taken(self, number: int) -> None:
         """Nothing of payload ``number`` is read any more."""

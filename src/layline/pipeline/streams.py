@@ -108,12 +108,8 @@ class Streams(Protocol):
 
     log: AccessLog
 
-    def stream(
-        self, name: str, ordinal: int = 0, *, num_threads: int = 1, cores: Sequence[int] = ()
-    ) -> Stream:
+    def stream(self, name: str, ordinal: int = 0, *, num_threads: int = 1) -> Stream:
         """A new stream. ``num_threads`` is what torch may use in its tasks, on the CPU.
-
-        They keep to ``cores`` there, where any are given.
 
         Raises UsageError for a name that is taken and for a device that is not there.
         """
