@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layline import LLM, SamplingParams
-from support.pipelined import count
+from support.pipelined import count, watched
 from support.tiny import save_tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -28,12 +28,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def answers(folder: Path, params: SamplingParams, **flags: Any) -> tuple[list[list[int]], int]:
-    """Ids of nine requests of uneven lengths, and how many steps were split."""
-    prompts = [[3 + (7 * i + j) % 150 for j in range(5 + 9 * i)] for i in range(9)]
+def answers(
+    folder: Path, params: SamplingParams, requests: int = 9, **flags: Any
+) -> tuple[list[list[int]], int, int]:
+    """Ids of requests of uneven lengths, the steps that were split, and the tokens fed unread."""
+    prompts = [[3 + (7 * i + j) % 150 for j in range(5 + 9 * i)] for i in range(requests)]
     with LLM(str(folder), device="cuda", dtype="float32", **flags) as llm:
+        watch = watched(llm)
         found = [list(each.token_ids) for each in llm.generate(prompts, params)]
-        return found, count(llm, "batch_splits") if flags else 0
+        assert not flags or watch.most == 3
+        return found, count(llm, "batch_splits") if flags else 0, watch.fed
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=str)
@@ -42,13 +46,17 @@ def answers(folder: Path, params: SamplingParams, **flags: Any) -> tuple[list[li
     [
         SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
         SamplingParams(temperature=0.9, seed=5, top_k=20, max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=16, ignore_eos=True),
     ],
-    ids=["greedy", "seeded"],
+    ids=["greedy", "seeded", "history"],
 )
+@pytest.mark.parametrize("requests", [1, 9])
 def test_answers_are_those_of_one_stage(
-    folder: Path, devices: list[int], params: SamplingParams
+    folder: Path, devices: list[int], params: SamplingParams, requests: int
 ) -> None:
-    alone, _ = answers(folder, params)
-    staged, splits = answers(folder, params, pp_stages=2, pp_devices=devices)
+    """Ids go from the last stage's device to the first's: the host plans a step before it reads."""
+    alone, _, _ = answers(folder, params, requests)
+    staged, splits, fed = answers(folder, params, requests, pp_stages=2, pp_devices=devices)
     assert staged == alone
-    assert splits > 16
+    assert splits >= 16
+    assert fed > 8 * requests

@@ -28,6 +28,7 @@ ORDER = (
     {"text"},
     {"weights"},
     {"config", "sampling"},
+    {"cores"},
     {"grammar"},
     {"topology"},
     {"errors"},

@@ -35,6 +35,7 @@ from layline.engine.step_codec import StepDecoder, in_series
 from layline.engine.wire import Step, Tokens
 from layline.errors import RunError
 from layline.layers.sampler import Sampler
+from layline.pipeline.handovers import HandoverLog
 from layline.pipeline.link_choice import LinkPlan, Receiver, Sender
 from layline.pipeline.process_link import LinkEnds, LinkSender
 from layline.pipeline.readback import PendingResult
@@ -65,6 +66,7 @@ class StagedModel:
         ``shares`` False has neighbours on this machine exchange messages all the same.
         """
         self._keeper = keeper
+        self._log = log = HandoverLog()
         here = plan.facts.spec.topology.coordinates
         self._plan = plan
         self._stages = tuple(stages)
@@ -82,16 +84,16 @@ class StagedModel:
         # By number, the latest steps: those that others may go on from are among them.
         self._latest: dict[int, PendingResult] = {}
         if ends.before is not None:
-            link = _link(plan.stages.start - 1, ends.before, shares)
+            link = _link(plan.stages.start - 1, ends.before, shares, log)
             self._before = link.receiver(homes[0].stream, streams)
         if ends.after is not None:
-            link = _link(plan.stages.stop - 1, ends.after, shares)
+            link = _link(plan.stages.stop - 1, ends.after, shares, log)
             self._after = link.sender(homes[-1].stream, streams)
             if isinstance(self._after, SharedSender):
                 homes[-1] = replace(homes[-1], program=HandingOn(homes[-1].program, self._after))
         if ends.ids is not None:
             back = LinkEnds("sampled ids", plan.num_stages - 1, 0, ends.ids.rank)
-            link = LinkPlan(back, ends.ids.group, shares, PATIENCE_S)
+            link = LinkPlan(back, ends.ids.group, shares, PATIENCE_S, log)
             if self._before is None:
                 self._ids_in = IdsIn(link, homes[0], streams)
             else:
@@ -193,13 +195,16 @@ class StagedModel:
         reply = Tokens(number, [], [])
         if self._after is None:
             reply = packed_tokens(number, found.drawn.read(), found.readings)
-        waits = self._waits()
         return msgspec.structs.replace(
-            reply, times=staged.times(), spans=staged.spans(), waits=waits
+            reply,
+            times=staged.times(),
+            spans=staged.spans(),
+            waits=self._waits(),
+            handovers=self._log.take(),
         )
 
 
-def _link(cut: int, neighbour: Neighbour, shares: bool) -> LinkPlan:
+def _link(cut: int, neighbour: Neighbour, shares: bool, log: HandoverLog) -> LinkPlan:
     """The link that is the cut after stage ``cut``."""
     ends = LinkEnds(f"cut {cut}", cut, cut + 1, neighbour.rank)
-    return LinkPlan(ends, neighbour.group, shares, PATIENCE_S)
+    return LinkPlan(ends, neighbour.group, shares, PATIENCE_S, log)

@@ -139,6 +139,7 @@ class RemoteExecutor:
         spans = [span for reply in of_ranks[0] for span in reply.spans]
         self._overlap.note(spans)
         self._times.use.done(spans, [wait for reply in of_ranks[0] for wait in reply.waits])
+        self._times.use.handed([each for reply in of_ranks[0] for each in reply.handovers])
         return result
 
     def _post(

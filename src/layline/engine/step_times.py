@@ -11,6 +11,7 @@ from time import perf_counter
 import msgspec
 
 from layline.engine.statistics import Histogram
+from layline.pipeline.handovers import Handover
 
 PARTS = ("draft", "schedule", "prepare", "execute", "sample", "wire", "deliver")
 """``wire`` is what a step of other processes takes besides their own three parts, ``draft`` all
@@ -123,6 +124,9 @@ class StageUse:
             self.bubble[stage] = self.bubble.get(stage, 0.0) + max(0.0, idle)
             self._ends[stage] = end
         self.slot_wait.update(waits)
+
+    def handed(self, handovers: Sequence[Handover]) -> None:
+        """What stages handed over to other processes and waited for, for a timeline."""
 
 
 class OverlapCount:

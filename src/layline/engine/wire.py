@@ -166,7 +166,8 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
     ``failed`` has row, message and places of those that have no token, whose ids mean nothing;
     ``reads`` one entry for each read. A rank that has not the last pipeline stage has none of
     these, only times. ``spans`` has (pipeline stage, begin, end) by the machine's monotonic clock,
-    ``waits`` (pipeline stage, what it has waited for others so far), in seconds.
+    ``waits`` (pipeline stage, what it has waited for others so far), in seconds. ``handovers`` are
+    those that ended since the last reply.
     """
 
     number: int
@@ -177,6 +178,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
     reads: list[Read] = []
     spans: list[tuple[int, float, float]] = []
     waits: list[tuple[int, float]] = []
+    handovers: list[tuple[int, str, float, float]] = []
 
 
 class Memory(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -10,7 +10,7 @@ import os
 import secrets
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, distributed
 
 from layline.errors import TransferError
-from layline.pipeline.process_link import LinkEnds, LinkReceiver, LinkSender
+from layline.pipeline.handovers import HandoverLog, Note
+from layline.pipeline.process_link import LinkEnds, LinkReceiver, LinkSender, NotedWire
 from layline.pipeline.shared_link import SharedReceiver, SharedSender
 from layline.pipeline.shared_memory import (
     TOKEN_BYTES,
@@ -41,18 +42,21 @@ _OFFER = struct.Struct(f">QQ{TOKEN_BYTES}s")
 class LinkPlan:
     """One link: ``group`` is a gloo group of its two processes, for it alone.
 
-    ``shares`` False has it use messages in any case. On a CUDA device it always does.
+    ``shares`` False has it use messages in any case. On a CUDA device it always does. What the ends
+    do is told to ``log``.
     """
 
     ends: LinkEnds
     group: Any
     shares: bool
     timeout_s: float
+    log: HandoverLog = field(default_factory=HandoverLog)
 
     def sender(self, producer: Stream, streams: Streams) -> Sender:
         """The producer's end. Waits for the other process to make its own."""
         slots = self._offered(SharedSlots.create if self._may_share(producer) else None)
         if slots is not None:
+            slots.note = self._note(self.ends.from_stage)
             return SharedSender(self.ends, slots, self.timeout_s)
         return self.messages_from(producer, streams)
 
@@ -60,6 +64,7 @@ class LinkPlan:
         """The receiver's end. Waits for the other process to make its own."""
         slots = self._accepted(SharedSlots.open if self._may_share(receiver) else None)
         if slots is not None:
+            slots.note = self._note(self.ends.to_stage)
             return SharedReceiver(self.ends, slots, self.timeout_s)
         return self.messages_to(receiver, streams)
 
@@ -75,18 +80,29 @@ class LinkPlan:
 
     def reading(self, receiver: Stream) -> SharedBoard | None:
         """The reader's end of a board, None where there is none. Waits as :meth:`receiver`."""
-        return self._accepted(SharedBoard.open if self._may_share(receiver) else None)
+        board = self._accepted(SharedBoard.open if self._may_share(receiver) else None)
+        if board is not None:
+            board.note = self._note(self.ends.to_stage)
+        return board
 
     def messages_from(self, producer: Stream, streams: Streams) -> LinkSender:
         """The producer's end of messages; nothing is agreed on."""
-        wire = TorchWire(self.ends, self.group, timeout_s=self.timeout_s)
+        wire = self._wire(self.ends.from_stage)
         options = CutOptions(self.timeout_s)
         return LinkSender(self.ends.cut, producer, streams, wire, options=options)
 
     def messages_to(self, receiver: Stream, streams: Streams) -> LinkReceiver:
         """The receiver's end of messages."""
-        wire = TorchWire(self.ends, self.group, timeout_s=self.timeout_s)
+        wire = self._wire(self.ends.to_stage)
         return LinkReceiver(self.ends.cut, receiver, streams, wire)
+
+    def _wire(self, stage: int) -> NotedWire:
+        wire = TorchWire(self.ends, self.group, timeout_s=self.timeout_s)
+        return NotedWire(wire, self._note(stage))
+
+    def _note(self, stage: int) -> Note:
+        note, cut = self.log.of_stage(stage), self.ends.cut
+        return lambda what, begin, end: note(f"{cut} {what}", begin, end)
 
     def _may_share(self, stream: Stream) -> bool:
         return self.shares and stream.device.kind == "cpu" and is_supported()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Protocol
 
 from torch import Tensor
 
 from layline.pipeline.cells import Cell
 from layline.pipeline.copies import LocalCopy
+from layline.pipeline.handovers import Note
 from layline.pipeline.payload import Layout, Payload
 from layline.pipeline.streams import Stream, Streams
 from layline.pipeline.transport import Boundary, CutOptions
@@ -56,6 +58,27 @@ class Wire(Protocol):
 
     def receive(self, sequence: int) -> Payload:
         """Payload ``sequence`` in new memory. Raises TransferError when it does not come."""
+
+
+@dataclass(frozen=True)
+class NotedWire:
+    """Implements Wire by another one, and notes when; a receive is a wait for the most part."""
+
+    wire: Wire
+    note: Note
+
+    def send(self, sequence: int, layout: Layout, memory: Tensor) -> None:
+        """See Wire.send."""
+        begin = perf_counter()
+        self.wire.send(sequence, layout, memory)
+        self.note(f"tx #{sequence}", begin, perf_counter())
+
+    def receive(self, sequence: int) -> Payload:
+        """See Wire.receive."""
+        begin = perf_counter()
+        payload = self.wire.receive(sequence)
+        self.note(f"rx #{sequence}", begin, perf_counter())
+        return payload
 
 
 class LinkSender:

@@ -7,6 +7,7 @@ cut; see shared_memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class SharedSender:
         """Copy the payload into the next slot, once that is free."""
         number, self._sequence = self._sequence, self._sequence + 1
         self._slots.await_room(number, self._ends.sending(number), self._timeout_s)
+        begin = perf_counter()
         kinds = [(name, each.shape, each.dtype) for name, each in payload.items()]
         known, targets = self._laid_out[number % 2]
         if kinds != known:
@@ -52,6 +54,7 @@ class SharedSender:
         for target, tensor in zip(targets, payload.values(), strict=True):
             target.copy_(tensor)
         self._slots.put(number)
+        self._slots.note(f"tx #{number}", begin, perf_counter())
 
     def _lay_out(self, number: int, payload: Payload) -> list[Tensor]:
         layout = layout_of(payload)
@@ -114,6 +117,7 @@ class SharedReceiver:
     def _take(self) -> Payload:
         number, self._sequence = self._sequence, self._sequence + 1
         version = self._slots.arrived(number, self._ends.receiving(number), self._timeout_s)
+        begin = perf_counter()
         known, sources = self._laid_out[number % 2]
         if version != known:
             slot = self._slots.slot(number)
@@ -122,4 +126,5 @@ class SharedReceiver:
             self._laid_out[number % 2] = version, sources
         payload = {name: tensor.clone() for name, tensor in sources.items()}
         self._slots.taken(number)
+        self._slots.note(f"rx #{number}", begin, perf_counter())
         return payload

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from layline.errors import TransferError
+from layline.pipeline.handovers import Note, unnoted
 
 SPIN_S = 0.02
 """How long a wait keeps its core, giving way to whoever else wants it; then it sleeps in between.
@@ -44,6 +45,7 @@ class SharedMemory:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        self.note: Note = unnoted
         self.waited_s = 0.0
         self.closed = False
         self._map()
@@ -111,6 +113,7 @@ class SharedMemory:
             if now - begin > SPIN_S:
                 time.sleep(min(1e-3, (now - begin) / 100))
         self.waited_s += now - begin
+        self.note("wait", begin, now)
 
 
 class SharedSlots(SharedMemory):

@@ -46,7 +46,7 @@ class PipelineOptions:
         "auto"
     )
     trace: Annotated[
-        str | None, trace_option("write a timeline of the stages' steps, for Perfetto")
+        str | None, trace_option("write a timeline of steps, transfers and waits, for Perfetto")
     ] = None
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
 

@@ -6,7 +6,7 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -21,6 +21,7 @@ from layline.engine.launch import launch
 from layline.engine.request import Request
 from layline.engine.step_times import StageUse, StepTimes
 from layline.errors import UsageError
+from layline.pipeline.handovers import Handover
 from layline.pipeline.trace import Timeline
 from layline.sampling import SamplingParams
 
@@ -74,7 +75,7 @@ class Samples:
 
 
 class DrawnUse(StageUse):
-    """Draws each stage's part of every step on a timeline."""
+    """Draws each stage's part of every step on a timeline, and its transfers and waits."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__()
@@ -91,6 +92,11 @@ class DrawnUse(StageUse):
         for stage, begin, end in found:
             self._timeline.add(self._run, f"stage {stage}", f"step {self._steps}", begin, end)
         self._steps += 1
+
+    def handed(self, handovers: Sequence[Handover]) -> None:
+        """See StageUse."""
+        for stage, what, begin, end in handovers:
+            self._timeline.add(self._run, f"stage {stage}'s cuts", what, begin, end)
 
 
 class Arm:
