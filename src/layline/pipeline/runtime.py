@@ -107,11 +107,13 @@ class PipelineRuntime:
         crossing: Cell[Any] | None = None
         # Stages may be a run of a longer pipeline's, so places here are not their numbers.
         for place, stage in enumerate(self.stages):
-            stage.stream.run(
-                partial(_prepare, stage, step),
-                writes=(stage.scratch,),
-                label=f"prepare stage {stage.index}",
-            )
+            if stage.device.kind == "cpu":
+                # On CUDA the host does it all in one go, and waits for no stage meanwhile.
+                stage.stream.run(
+                    partial(_prepare, stage, step),
+                    writes=(stage.scratch,),
+                    label=f"prepare stage {stage.index}",
+                )
             entry = self.cuts[place - 1].receive() if place > 0 else entered(entering)
             scope = None if within is None else partial(within, stage.index)
             crossing = self.turn(stage, step, entry, within=scope)

@@ -65,7 +65,9 @@ def test_a_run_over_two_processes(layline: Callable[..., Any], tmp_path: Path) -
     assert all(each["staged_s"] > 0 for each in data["measures"].values())
     events = json.loads(trace.read_text())["traceEvents"]
     streams = {each["args"]["name"] for each in events if each["name"] == "thread_name"}
-    assert streams == {"stage 0", "stage 1"}
+    assert streams == {"stage 0", "stage 1", "stage 0's cuts", "stage 1's cuts"}
+    names = {each["name"].rstrip("0123456789") for each in events if each["ph"] == "X"}
+    assert names >= {"step ", "cut 0 tx #", "cut 0 rx #", "cut 0 wait"}
     steps = [each for each in events if each["name"] == "step 3"]
     assert len(steps) == 2
     assert steps[0]["ts"] + steps[0]["dur"] <= steps[1]["ts"], "the second stage follows the first"
