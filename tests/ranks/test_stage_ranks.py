@@ -225,6 +225,20 @@ def test_a_stage_that_is_gone_ends_the_run(path: Path, how: signal.Signals, what
         assert not any(each.is_running() for each in processes)
 
 
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_is_gone_is_named_in_its_stage(path: Path, victim: int) -> None:
+    """The others fail in collectives and links with it, and none of them is told instead."""
+    before = workers()
+    with load(path, pp_stages=2, pp_processes=2, tp=2) as llm:
+        processes = workers(before)
+        stream = llm.stream(PROMPTS[4], replace(GREEDY, max_tokens=50))
+        next(stream)
+        os.kill(processes[victim].pid, signal.SIGKILL)
+        place = rf"rank {victim} \(stage {victim // 2}, attention DP 0, TP {victim % 2}\)"
+        with pytest.raises(RunError, match=f"{place} ended unexpectedly, killed by SIGKILL"):
+            list(stream)
+
+
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -94,7 +94,8 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
 class Step(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A MeshStep and, by DP rank, (request, index, ahead) of its sampled rows.
 
-    ``before`` is the number of the step whose tokens stand in it as ids below zero, 0 for none.
+    ``before`` is the number of the oldest step under way, 0 for none: its tokens are those that
+    stand in this one as ids below zero.
     ``tables`` are the block tables that were not sent before, by number; numbers in ``dropped`` may
     be given again. ``draft`` steps are run by the draft model.
     """
