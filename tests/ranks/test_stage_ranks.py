@@ -170,10 +170,13 @@ def test_one_step_at_a_time_overlaps_with_none(path: Path, whole: LLM) -> None:
         assert ranks_of(llm).num_overlapped == 0
 
 
-def test_guessed_tokens_are_verified_on_every_stage(path: Path, whole: LLM) -> None:
+@pytest.mark.parametrize("running", [1, 64])
+def test_guessed_tokens_are_verified_on_every_stage(path: Path, whole: LLM, running: int) -> None:
+    """A request draws several rows of a step, and may be the only one."""
     # pipeline G44
     prompts = [[7, 8, 9] * 6, *PROMPTS[2:]]
-    with load(path, pp_stages=2, pp_processes=2, speculative="ngram") as llm:
+    flags = {"speculative": "ngram", "max_running": running}
+    with load(path, pp_stages=2, pp_processes=2, **flags) as llm:
         assert found_in(llm.generate(prompts, GREEDY)) == found_in(whole.generate(prompts, GREEDY))
         assert llm.stats().drafted > 0
 

@@ -14,6 +14,7 @@ from functools import partial
 
 import msgspec
 
+from layline.config import EngineConfig
 from layline.cores import CoreKeeper
 from layline.engine.executor import SamplingRows
 from layline.engine.meeting import PATIENCE_S, Neighbour, StageGroups
@@ -97,7 +98,7 @@ class StagedModel:
             if self._before is None:
                 self._ids_in = IdsIn(link, homes[0], streams)
             else:
-                most, depth = plan.engine.max_running, plan.num_stages + 3
+                most, depth = _most_drawn(plan.engine), plan.num_stages + 3
                 self._ids_out = IdsOut(link, homes[-1], streams, depth=depth, most_ids=most)
         # Nobody else here uses results or writes caches, so no stream stands for a caller.
         self._runtime = PipelineRuntime(homes, homes[0].stream, streams, options=options)
@@ -202,6 +203,12 @@ class StagedModel:
             waits=self._waits(),
             handovers=self._log.take(),
         )
+
+
+def _most_drawn(engine: EngineConfig) -> int:
+    """Rows that a step of one attention DP rank draws at most."""
+    drafts = 0 if engine.speculative == "off" else engine.speculative_tokens
+    return engine.max_running * (1 + drafts)
 
 
 def _link(cut: int, neighbour: Neighbour, shares: bool, log: HandoverLog) -> LinkPlan:
