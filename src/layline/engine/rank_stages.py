@@ -95,7 +95,9 @@ class StagedModel:
             if self._before is None:
                 self._ids_in = IdsIn(link, homes[0], streams)
             else:
-                most, depth = plan.engine.max_running, plan.num_stages + 3
+                # Each request may have guesses to verify, too.
+                most = plan.engine.max_running * (1 + plan.engine.speculative_tokens)
+                depth = plan.num_stages + 3
                 self._ids_out = IdsOut(link, homes[-1], streams, depth=depth, most_ids=most)
         # Nobody else here uses results or writes caches, so no stream stands for a caller.
         self._runtime = PipelineRuntime(homes, homes[0].stream, streams, options=options)
