@@ -119,8 +119,10 @@ Kinds = list[tuple[str, tuple[int, int], torch.dtype]]
 def drawn_kinds(draw: random.Random) -> Kinds:
     """One to three tensors, sometimes without a row."""
     names = draw.sample(["hidden_states", "residual", "x"], draw.randint(1, 3))
-    shape = lambda: (draw.choice((0, 1, 2, 7, 40)), draw.choice((1, 6, 33)))
-    return [(name, shape(), draw.choice(DTYPES)) for name in names]
+    return [
+        (name, (draw.choice((0, 1, 2, 7, 40)), draw.choice((1, 6, 33))), draw.choice(DTYPES))
+        for name in names
+    ]
 
 
 def filled(kinds: Kinds, draw: random.Random) -> Payload:
@@ -273,20 +275,24 @@ def test_a_slot_grows_while_the_other_one_is_in_use() -> None:
 
 
 def test_a_slot_has_another_version_for_another_layout_alone() -> None:
+    """Other lengths, another dtype, another name, one more, and the same in another order."""
     link = Link()
-    versions = []
-    for payload in (
-        *[rows(0)] * 4,
-        *[rows(1, count=1)] * 4,
-        *[{"hidden_states": rows(2, count=1)["hidden_states"].bfloat16()}] * 2,
-        *[{"x": rows(3, count=1)["hidden_states"]}] * 2,
-        *[{**rows(4, count=1), "residual": torch.ones(1)}] * 2,
-        *[{"residual": torch.ones(1), **rows(4, count=1)}] * 2,
-    ):
-        link.sender.put(payload)
+    row, half = torch.ones(1, 4), torch.ones(1, 4).bfloat16()
+    layouts: list[Payload] = [
+        {"hidden_states": torch.ones(3, 4)},
+        {"hidden_states": row},
+        {"hidden_states": half},
+        {"x": half},
+        {"x": half, "residual": half},
+        {"residual": half, "x": half},
+    ]
+    versions: list[int] = []
+    for payload in (layout for layout in layouts for _ in range(4)):
+        link.sender.put({name: len(versions) * tensor for name, tensor in payload.items()})
         versions.append(link.into.arrived(len(versions), "", 0.0))
-        assert_same(link.take(), payload)
-    assert versions == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+        number = len(versions) - 1
+        assert_same(link.take(), {name: number * tensor for name, tensor in payload.items()})
+    assert versions == [version for version in range(1, 7) for _ in range(4)]
 
 
 def test_tensors_without_elements_come_as_they_are() -> None:
