@@ -28,6 +28,8 @@ Groups = dict[Any, Any]
 def wires(rank: int, timeout_s: float = 20.0) -> TorchWire:
     """This rank's end of the cut from rank 0 to rank 1, on a group of its own."""
     group = distributed.new_group([0, 1], backend="gloo")
+    # One that dies does so once the other one has made its connection, too.
+    distributed.barrier(group=group)
     return TorchWire(LinkEnds("cut 0", 0, 1, peer=1 - rank), group, timeout_s=timeout_s)
 
 

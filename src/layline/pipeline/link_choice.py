@@ -124,18 +124,20 @@ class LinkPlan:
 
     def _send(self, data: bytes) -> None:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._wait(distributed.isend(tensor, self.ends.peer, group=self.group))
+        self._move(distributed.isend, tensor)
 
     def _receive(self, size: int) -> bytes:
         tensor: Tensor = torch.empty(size, dtype=torch.uint8)
-        self._wait(distributed.irecv(tensor, self.ends.peer, group=self.group))
+        self._move(distributed.irecv, tensor)
         return tensor.numpy().tobytes()
 
-    def _wait(self, work: Any) -> None:
+    def _move(self, call: Callable[..., Any], tensor: Tensor) -> None:
+        # Where the other process is gone already, the call itself fails.
         try:
+            work = call(tensor, self.ends.peer, group=self.group)
             if work is not None:
                 work.wait(timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise TransferError(
                 f"{self.ends.cut}: rank {self.ends.peer} did not make its end of the link "

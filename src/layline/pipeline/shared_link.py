@@ -34,7 +34,7 @@ class SharedSender:
         self._timeout_s = timeout_s
         self._sequence = 0
         # By slot, what it is laid out for, and its tensors.
-        self._laid_out: list[tuple[list[Kind], list[Tensor]]] = [([], [])] * 2
+        self._laid_out: list[tuple[list[Kind] | None, list[Tensor]]] = [(None, [])] * 2
 
     @property
     def waited_s(self) -> float:

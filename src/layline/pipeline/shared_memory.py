@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from typing import Self
 
@@ -29,7 +30,8 @@ Waking a thread takes a tenth of a millisecond on a virtual machine, and a step 
 TOKEN_BYTES = 16
 _PAGE = 4096
 # Places in the first page, in words of 8 bytes; the counts are in cache lines of their own.
-_PUT, _TAKEN, _SLOTS, _TOKEN = 0, 8, 16, 500
+_PUT, _TAKEN, _SLOTS = 0, 8, 16
+_TOKEN_AT = 4000
 _MACHINES = ("x86_64", "AMD64")
 # Through ctypes, which lets other threads have the interpreter meanwhile.
 _yield_core = ctypes.CDLL(None).sched_yield if sys.platform == "linux" else None
@@ -45,6 +47,8 @@ class SharedMemory:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        # Not when it is closed: a task may still grow it. At exit the system does it.
+        weakref.finalize(self, os.close, descriptor).atexit = False
         self.note: Note = unnoted
         self.waited_s = 0.0
         self.closed = False
@@ -56,9 +60,8 @@ class SharedMemory:
         """New memory of one page; ``token`` [TOKEN_BYTES] tells it from others."""
         descriptor = os.memfd_create(name)
         os.ftruncate(descriptor, _PAGE)
-        made = cls(descriptor)
-        made._token[:] = token
-        return made
+        os.pwrite(descriptor, token, _TOKEN_AT)
+        return cls(descriptor)
 
     @classmethod
     def open(cls, process: int, descriptor: int, token: bytes) -> Self | None:
@@ -67,21 +70,19 @@ class SharedMemory:
             found = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
         except OSError:
             return None
-        if os.fstat(found).st_size >= _PAGE:
-            opened = cls(found)
-            if bytes(opened._token) == token:
-                return opened
+        # Another process of that number may have anything there, and not all can be mapped.
+        try:
+            is_that = os.pread(found, TOKEN_BYTES, _TOKEN_AT) == token
+        except OSError:
+            is_that = False
+        if is_that:
+            return cls(found)
         os.close(found)
         return None
 
     def close(self) -> None:
         """Let waits fail. The memory goes with whoever still has tensors of it."""
         self.closed = True
-
-    @property
-    def _token(self) -> memoryview:
-        start = _TOKEN * 8
-        return memoryview(self._mapped)[start : start + TOKEN_BYTES]
 
     def _grow(self, size: int) -> tuple[int, int]:
         """Whole pages for ``size`` bytes behind all there is: where they begin, and their bytes."""
