@@ -41,6 +41,7 @@ def test_two_stages_unless_told_otherwise(layline: Callable[..., Any], folder: s
 def test_a_red_gate_has_status_1(
     layline: Callable[..., Any], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("LAYLINE_PP_BIND")
     monkeypatch.setenv("LAYLINE_SPEC_PP", "0")
     done = layline("gate", folder, *FEW, "--loop", "verify", "--json")
     assert (done.status, done.err) == (1, "")

@@ -16,6 +16,7 @@ from layline.engine.executor import RowSpec, SamplingRows
 from layline.engine.launch import launch
 from layline.engine.step import RankStep
 from layline.errors import RunError, UsageError
+from layline.layers.sampling_state import RowState
 from layline.layers.spans import SequenceSpan
 from layline.sampling import SamplingParams
 from support.tiny import save_tiny
@@ -184,7 +185,10 @@ def test_a_step_that_runs_twice_draws_the_same() -> None:
     second = drawn(rows, 11, 1)
     assert second != first
     assert drawn(rows, 11, 1) == second
-    assert [state.seen.ids.tolist() for state in rows._states.values() if state.seen] == [[11]]
+    state = rows._requests[0].state
+    assert isinstance(state, RowState)
+    assert state.seen is not None
+    assert state.seen.ids.tolist() == [11]
     rows.release(0)
     rows.release(0)
     with pytest.raises(KeyError):

@@ -112,6 +112,7 @@ def test_an_overlap_that_should_be_refused_and_is_not_is_red(
 
 def test_a_shut_door_is_red(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate looks at what runs with the doors as they are."""
+    monkeypatch.delenv("LAYLINE_PP_BIND")
     monkeypatch.setenv("LAYLINE_BATCH_PP", "0")
     with gate_of(folder, pp_stages=2) as session:
         found = outcomes(session, "batch")
