@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from layline.engine.blocks import BlockPool
 from layline.engine.drafts import DraftLedger
+from layline.engine.microbatches import Microbatches
 from layline.engine.prefix import extend_keys
 from layline.engine.prompt_chunks import Divide, chunks_of_step
 from layline.engine.request import Request
@@ -56,7 +57,6 @@ class Scheduler:
     ) -> None:
         """On several pipeline stages as many steps are under way, each with other requests."""
         self._pool = pool
-        self._num_stages = num_stages
         self._divide = divide
         self._block_size = block_size
         self._max_running = max_running
@@ -65,7 +65,7 @@ class Scheduler:
         self._tickets: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
         self._nothing_fits = False
-        self._begun = self._ended = 0
+        self._microbatches = Microbatches(num_stages)
         self._lookups = self._hits = self._preemptions = 0
         self.drafts = DraftLedger(pool, block_size)
 
@@ -178,7 +178,7 @@ class Scheduler:
         Its prompts count as cached from here on: only later steps can read them. None is a step in
         which nothing runs here.
         """
-        self._begun += 1
+        number = self._microbatches.begin()
         if plan is None:
             return
         row = 0
@@ -191,7 +191,7 @@ class Scheduler:
             request.num_read = max(request.num_read, entry.span.length)
             if entry.samples:
                 request.num_pending += 1
-                request.pending_row, request.pending_step = row, self._begun
+                request.pending_row, request.pending_step = row, number
                 row += 1
         prompts = plan.entries[plan.num_decode :]
         for entry in prompts:
@@ -201,7 +201,7 @@ class Scheduler:
 
     def complete(self, plan: StepPlan | None) -> None:
         """Record that the oldest step is done; its requests are given its tokens next."""
-        self._ended += 1
+        self._microbatches.complete()
         if plan is None:
             return
         for number, entry in enumerate(plan.entries):
@@ -215,7 +215,7 @@ class Scheduler:
 
     def cancel(self, plan: StepPlan | None) -> None:
         """Undo the beginning of a step that gave no tokens; of several, the latest comes first."""
-        self._begun -= 1
+        self._microbatches.cancel()
         if plan is None:
             return
         for number, entry in reversed(list(enumerate(plan.entries))):
@@ -231,7 +231,7 @@ class Scheduler:
 
     def forget(self) -> None:
         """Nobody waits for the steps under way any more: their requests have ended."""
-        self._ended = self._begun
+        self._microbatches.forget()
 
     def _withdraw(self, prompts: Sequence[StepEntry]) -> None:
         """Take back the blocks that a failed step's prompts were to fill.
@@ -370,9 +370,7 @@ class Scheduler:
     def _decode(self) -> EntryRows:
         running = [each.request for each in self._running.values()]
         ready = [each for each in running if each.is_prefilled and not each.must_end]
-        if self._num_stages > 1:
-            ready = self._microbatch(ready)
-        ready = self._grow(ready)
+        ready = self._grow(list(self._microbatches.next_of(ready)))
         entries: list[StepEntry] = []
         token_ids: list[int] = []
         replayed = 0
@@ -395,25 +393,6 @@ class Scheduler:
                 entries.append(StepEntry(request, span, position + 1 == known))
             token_ids.extend(request.token_ids(start, stop))
         return entries, token_ids
-
-    def _microbatch(self, ready: list[Request]) -> list[Request]:
-        """A stage's share of those that decode.
-
-        While stages have no step those go first whose tokens are all known. Else, and without any,
-        those do whose only unknown one is in the oldest step, which the last stage is done with
-        first: others fill their step up, so that there are not more microbatches than stages.
-        """
-        share = -(-len(ready) // self._num_stages)
-        known = [request for request in ready if not request.num_pending]
-        if known and self._begun - self._ended < self._num_stages:
-            return known[:share]
-        oldest = self._ended + 1
-        found = [
-            request
-            for request in ready
-            if request.num_pending == 1 and request.pending_step == oldest
-        ]
-        return [*found, *known][:share] if found else []
 
     def _grow(self, ready: list[Request]) -> list[Request]:
         """Give a block to each request that has filled its last; those of ``ready`` that go on."""
