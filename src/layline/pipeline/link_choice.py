@@ -56,7 +56,6 @@ class LinkPlan:
         """The producer's end. Waits for the other process to make its own."""
         slots = self._offered(SharedSlots.create if self._may_share(producer) else None)
         if slots is not None:
-            slots.note = self._note(self.ends.from_stage)
             return SharedSender(self.ends, slots, self.timeout_s)
         return self.messages_from(producer, streams)
 
@@ -64,7 +63,6 @@ class LinkPlan:
         """The receiver's end. Waits for the other process to make its own."""
         slots = self._accepted(SharedSlots.open if self._may_share(receiver) else None)
         if slots is not None:
-            slots.note = self._note(self.ends.to_stage)
             return SharedReceiver(self.ends, slots, self.timeout_s)
         return self.messages_to(receiver, streams)
 
@@ -80,10 +78,7 @@ class LinkPlan:
 
     def reading(self, receiver: Stream) -> SharedBoard | None:
         """The reader's end of a board, None where there is none. Waits as :meth:`receiver`."""
-        board = self._accepted(SharedBoard.open if self._may_share(receiver) else None)
-        if board is not None:
-            board.note = self._note(self.ends.to_stage)
-        return board
+        return self._accepted(SharedBoard.open if self._may_share(receiver) else None)
 
     def messages_from(self, producer: Stream, streams: Streams) -> LinkSender:
         """The producer's end of messages; nothing is agreed on."""
@@ -111,6 +106,7 @@ class LinkPlan:
         token, memory, offer = secrets.token_bytes(TOKEN_BYTES), None, bytes(_OFFER.size)
         if make is not None:
             memory = make(f"layline {self.ends.cut}", token)
+            memory.note = self._note(self.ends.from_stage)
             offer = _OFFER.pack(os.getpid(), memory.descriptor, token)
         # No process has number 0.
         self._send(offer)
@@ -119,6 +115,8 @@ class LinkPlan:
     def _accepted(self, find: Callable[[int, int, bytes], Memory | None] | None) -> Memory | None:
         process, descriptor, token = _OFFER.unpack(self._receive(_OFFER.size))
         memory = find(process, descriptor, token) if find is not None and process else None
+        if memory is not None:
+            memory.note = self._note(self.ends.to_stage)
         self._send(b"\0" if memory is None else b"\1")
         return memory
 

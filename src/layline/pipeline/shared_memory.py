@@ -160,15 +160,15 @@ class SharedSlots(SharedMemory):
 class SharedBoard(SharedMemory):
     """The latest ids that were posted, by number: nobody waits for a reader.
 
-    A reader must be so early that a number is not overwritten, which ``depth`` later ones do.
+    ``depth`` of them are kept; who reads an older one gets an error.
     """
 
     def lay_out(self, depth: int, most_ids: int) -> None:
         """Make room; the end that posts does, before the other one opens."""
-        start, _ = self._grow(depth * (1 + most_ids) * 8)
-        self._words[_SLOTS : _SLOTS + 3] = memoryview(
-            b"".join(n.to_bytes(8, sys.byteorder) for n in (start, depth, 1 + most_ids))
-        ).cast("Q")
+        slots, width = depth + 1, 1 + most_ids  # One is being written while others are read.
+        start, _ = self._grow(slots * width * 8)
+        for place, value in enumerate((start, slots, width), start=_SLOTS):
+            self._words[place] = value
 
     def post(self, number: int, ids: Tensor) -> None:
         """Post ``ids`` int64 [at most most_ids] as ``number``; numbers come in order."""
@@ -178,13 +178,20 @@ class SharedBoard(SharedMemory):
         self._words[_PUT] = number + 1
 
     def read(self, number: int, what: str, timeout_s: float) -> Tensor:
-        """The ids of ``number``, once they have been posted."""
+        """The ids of ``number``, once they have been posted. Raises TransferError for old ones."""
         words = self._words
         self._wait(lambda: words[_PUT] > number, what, timeout_s)
         slot = self._slot(number)
-        return slot[1 : 1 + int(slot[0])].clone()
+        width = len(slot)
+        found = slot[1 : 1 + min(int(slot[0]), width - 1)].clone()
+        # The one that overwrites it may have been under way meanwhile.
+        posted, slots = words[_PUT], words[_SLOTS + 1]
+        if posted - number >= slots:
+            kept = slots - 1
+            raise TransferError(f"{what} too late: #{posted - 1} was posted, and {kept} are kept")
+        return found
 
     def _slot(self, number: int) -> Tensor:
-        start, depth, width = self._words[_SLOTS : _SLOTS + 3]
-        place = start + number % depth * width * 8
+        start, slots, width = self._words[_SLOTS : _SLOTS + 3]
+        place = start + number % slots * width * 8
         return self._at(place, width * 8).view(torch.int64)

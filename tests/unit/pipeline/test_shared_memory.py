@@ -426,13 +426,14 @@ def ids_of(number: int, count: int = 3) -> Tensor:
 
 
 def test_a_board_has_the_latest_numbers() -> None:
-    """A reader within the depth finds its own; one that is later finds what came after."""
+    """A reader within the depth finds its own; one that is later is told so."""
     post, read = board(4, 5)
     for number in range(7):
         post.post(number, ids_of(number, count=number % 6))
     for number in range(3, 7):
         assert torch.equal(read.read(number, "", 0.0), ids_of(number, count=number % 6))
-    assert torch.equal(read.read(2, "", 0.0), ids_of(6, count=0))
+    with pytest.raises(TransferError, match=r"^it came too late: #6 was posted, and 4 are kept$"):
+        read.read(2, "it came", 0.0)
     # In any order, and again.
     assert torch.equal(read.read(4, "", 0.0), ids_of(4, count=4))
     assert read.read(6, "", 0.0).dtype == torch.int64
